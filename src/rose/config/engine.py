@@ -1,0 +1,70 @@
+"""The configuration tree of one engine: composed, frozen, `auto` resolved by one pure function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from rose.config.cache import CacheConfig
+from rose.config.decoding import DecodingConfig
+from rose.config.parallel import ParallelConfig
+from rose.config.quant import QuantConfig
+from rose.config.scheduler import SchedulerConfig
+from rose.utils.device import DeviceFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelsConfig:
+    """Overrides of the kernel choice, for measuring and for hunting errors."""
+
+    only: dict[str, str] = field(default_factory=dict)
+    """Operation -> implementation that must be used."""
+    check_calls: bool = False
+    """Run every contract's check_call on every eager call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything an engine is built from."""
+
+    model: str
+    """Folder of a checkpoint."""
+    device: str = "auto"
+    """auto, cpu or cuda."""
+    context_tokens: int | None = None
+    """Limit below the model's own; None: the model's."""
+    use_graphs: bool = True
+    """Replay decode steps from CUDA graphs (CUDA only)."""
+    seed: int = 0
+    """Seeds the seeds of requests that bring none."""
+    quant: QuantConfig = field(default_factory=QuantConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    decoding: DecodingConfig = field(default_factory=DecodingConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
+
+    def resolve(self, device: DeviceFacts, *, checkpoint_format: str) -> EngineConfig:
+        """Return the same tree with every `auto` decided; pure, so it is tested on any machine.
+
+        `checkpoint_format` is what the experts are stored in: mxfp4, bf16 or fp8_block.
+        """
+        quant = self.quant
+        activations = quant.activations
+        if activations == "auto":
+            activations = "bf16" if device.kind == "cuda" else "float32"
+        quant = replace(
+            quant,
+            weights=checkpoint_format if quant.weights == "auto" else quant.weights,
+            activations=activations,
+            kv=activations if quant.kv == "auto" else quant.kv,
+        )
+        cache = self.cache
+        if cache.kv_tokens is None and device.kind == "cpu":
+            cache = replace(cache, kv_tokens=32768)
+        return replace(
+            self,
+            device=device.kind,
+            use_graphs=self.use_graphs and device.kind == "cuda",
+            quant=quant,
+            cache=cache,
+        )

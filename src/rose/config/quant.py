@@ -1,0 +1,37 @@
+"""In which formats weights, activations and KV are held."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rose.utils.errors import ConfigError
+
+WEIGHT_FORMATS = ("auto", "mxfp4", "bf16", "fp8_block", "fp8_block_all", "float32")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantConfig:
+    """Formats by name (see kernels/formats.py)."""
+
+    weights: str = "auto"
+    """Experts: mxfp4 keeps the checkpoint's; fp8_block converts; fp8_block_all also projections and head.
+    auto: what the checkpoint holds. bf16 and float32 expand everything."""
+    activations: str = "auto"
+    """bf16, or float32 (tests, CPU); auto: bf16 on CUDA, float32 on a CPU."""
+    kv: str = "auto"
+    """Format of the KV cache; auto: the activations'."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.weights not in WEIGHT_FORMATS:
+            problems.append(
+                f"weights={self.weights!r} is not a format; allowed: {', '.join(WEIGHT_FORMATS)}; "
+                "change quant.weights"
+            )
+        for name, value in (("activations", self.activations), ("kv", self.kv)):
+            if value not in ("auto", "bf16", "float32", "float64"):
+                problems.append(
+                    f"{name}={value!r}; allowed: auto, bf16, float32; change quant.{name}"
+                )
+        if problems:
+            raise ConfigError(problems)

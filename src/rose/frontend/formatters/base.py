@@ -1,0 +1,95 @@
+"""What a formatter is: conversations to tokens, tokens back to pieces of an answer. Knows no HTTP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+FINISH_LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedPrompt:
+    """What the engine needs of a conversation."""
+
+    token_ids: list[int]
+    stop_token_ids: list[int]
+
+
+@dataclass(slots=True, kw_only=True)
+class Delta:
+    """A piece of an answer, in the order in which it was written.
+
+    content, reasoning: `text` continues that stream. tool_call: a call of `name` begins, with place `index`;
+    tool_arguments: `text` continues the arguments of call `index`.
+    """
+
+    kind: Literal["content", "reasoning", "tool_call", "tool_arguments"]
+    text: str = ""
+    index: int = 0
+    name: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class ParsedMessage:
+    """One message of an answer as the format has it."""
+
+    channel: str | None
+    recipient: str | None
+    content_type: str | None
+    content: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Answer:
+    """A whole answer, seen as chat."""
+
+    content: str | None
+    reasoning: str | None
+    tool_calls: list[dict[str, str]] = field(default_factory=list)
+    """Each with name and arguments (a string, as the model wrote it)."""
+    finish_reason: str = "stop"
+    """stop, tool_calls or length."""
+    messages: list[ParsedMessage] = field(default_factory=list)
+    num_reasoning_tokens: int = 0
+
+
+class AnswerDecoder(Protocol):
+    """Incremental parser of one answer. Total: never raises, never loses text."""
+
+    def push(self, token_ids: list[int]) -> list[Delta]:
+        """Take sampled tokens, any number at a time; the cut into pushes does not change the answer."""
+        ...
+
+    def finish(self, reason: str) -> list[Delta]:
+        """Take the end (stop, length or abort); return what was held back."""
+        ...
+
+    def answer(self) -> Answer:
+        """Return everything so far; after `finish` it is final."""
+        ...
+
+
+class Formatter(Protocol):
+    """One prompt format. `conversation` is a parsed chat-completions body: messages, tools, effort ..."""
+
+    name: str
+
+    def encode(self, conversation: dict[str, Any]) -> EncodedPrompt:
+        """Render a conversation to a prompt.
+
+        Raises  FormatError with what was asked, found, allowed and what to do.
+        """
+        ...
+
+    def decoder(self, *, declared_tools: list[str]) -> AnswerDecoder:
+        """Return a parser for one answer."""
+        ...
+
+
+class FormatError(Exception):
+    """A conversation that cannot be rendered; `param` names the field of the body."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param

@@ -1,0 +1,102 @@
+"""`python -m rose.kernels list | explain | check | bench`: what exists, what would run, is it right, is it fast."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from rose.kernels import registry
+from rose.kernels.bench import bench_all
+from rose.kernels.check import cases_module, check_all
+from rose.utils.device import detect
+from rose.utils.errors import RoseError
+
+
+def main() -> int:
+    """Run one verb; return 1 where a check failed."""
+    parser = argparse.ArgumentParser(prog="python -m rose.kernels", description=__doc__)
+    parser.add_argument("verb", choices=["list", "explain", "check", "bench"])
+    parser.add_argument("operations", nargs="*", help="operation names; all if none")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--only", metavar="NAME", help="one implementation")
+    parser.add_argument("--case", metavar="NAME", help="bench: one case")
+    parser.add_argument("--seed", type=int, default=0, help="check: seed of the random inputs")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="bench: append JSON lines to FILE"
+    )
+    arguments = parser.parse_args()
+    try:
+        return globals()[f"_{arguments.verb}"](arguments)
+    except RoseError as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    for name in arguments.operations or registry.operation_names():
+        for i in registry.implementations(name):
+            _say(f"{name:20} {i.name:24} {i.band.name.lower():12} {i.device:5} {i.note}")
+    return 0
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    device = detect(arguments.device)
+    for name in arguments.operations or registry.operation_names():
+        case = cases_module(name).CASES[0]
+        _say(f"{name} on {device.name}, formats {dict(case.formats)}, sizes {dict(case.sizes)}")
+        for regime, implementation, why in registry.explain(
+            name, formats=case.formats, sizes=case.sizes, device=device
+        ):
+            _say(f"  {regime:28} {implementation:24} {why}")
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    counts = {"ok": 0, "failed": 0, "skipped": 0}
+    for outcome in check_all(
+        detect(arguments.device),
+        operations=arguments.operations,
+        only=arguments.only,
+        seed=arguments.seed,
+    ):
+        counts[outcome.status] += 1
+        if outcome.status != "skipped":
+            _say(
+                f"{outcome.status:7} {outcome.operation}/{outcome.implementation} "
+                f"{outcome.case} {outcome.detail}"
+            )
+    _say(", ".join(f"{n} {status}" for status, n in counts.items()))
+    return 1 if counts["failed"] else 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    failed = False
+    for line in bench_all(
+        detect(arguments.device),
+        operations=arguments.operations,
+        only=arguments.only,
+        case_name=arguments.case,
+    ):
+        failed |= "error" in line
+        _say(
+            f"{line['operation']}/{line['implementation']} {line['case']}: "
+            + (
+                line.get("error")
+                or f"{line['median_us']} us (warm {line['warm_us']}), {line['tflops']} TFLOP/s, "
+                f"{line['tb_per_s']} TB/s, {line.get('share_of_limit', 0):.0%} of the limit"
+            )
+        )
+        if arguments.json:
+            with arguments.json.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+    return 1 if failed else 0
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    sys.exit(main())

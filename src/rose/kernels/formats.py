@@ -1,0 +1,132 @@
+"""How numbers are stored: the vocabulary in which contracts speak of weights and activations.
+
+A `TensorFormat` names an element type and how scales are shared; a `FormattedTensor` is a matrix in one.
+Decoding to float is exact and lives here, because every reference needs it. Encoding lives in `quant`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from rose.utils.dtypes import BITS_PER_ELEMENT
+from rose.utils.math import ceil_div
+
+E4M3_MAX = 448.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorFormat:
+    """One way to store a matrix [rows, columns]; columns are the contraction axis."""
+
+    name: str
+    element: str
+    """e4m3, e2m1, bf16, float32 or float64."""
+    block: tuple[int, int] | None = None
+    """Rows and columns that share one scale; None without scales."""
+    scale: str | None = None
+    """float32 (a multiplier) or e8m0 (an exponent biased by 127)."""
+
+    def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Return the shape of the scales of a [rows, columns] matrix; the last block may be short."""
+        if self.block is None:
+            raise ValueError(f"format {self.name} has no scales")
+        return ceil_div(rows, self.block[0]), ceil_div(columns, self.block[1])
+
+    def num_bytes(self, rows: int, columns: int) -> int:
+        """Return the bytes of a [rows, columns] matrix, scales included."""
+        values = rows * columns * BITS_PER_ELEMENT[self.element] // 8
+        if self.block is None or self.scale is None:
+            return values
+        scale_rows, scale_columns = self.scale_shape(rows, columns)
+        return values + scale_rows * scale_columns * BITS_PER_ELEMENT[self.scale] // 8
+
+
+FLOAT64 = TensorFormat(name="float64", element="float64")
+FLOAT32 = TensorFormat(name="float32", element="float32")
+BF16 = TensorFormat(name="bf16", element="bf16")
+FP8_BLOCK = TensorFormat(name="fp8_block", element="e4m3", block=(128, 128), scale="float32")
+"""Weights: one power-of-two multiplier per 128x128 tile; the last tile of an axis may be short."""
+FP8_GROUP128 = TensorFormat(name="fp8_group128", element="e4m3", block=(1, 128), scale="float32")
+"""Activations: one multiplier per row and 128 columns."""
+FP8_GROUP64 = TensorFormat(name="fp8_group64", element="e4m3", block=(1, 64), scale="float32")
+"""Activations out of an epilogue whose tile is narrower than 128; 2880 = 45 x 64 leaves no tail."""
+MXFP4 = TensorFormat(name="mxfp4", element="e2m1", block=(1, 32), scale="e8m0")
+"""The checkpoint's own format: two e2m1 codes per byte, the even column in the low nibble."""
+
+FORMATS = {f.name: f for f in (FLOAT64, FLOAT32, BF16, FP8_BLOCK, FP8_GROUP128, FP8_GROUP64, MXFP4)}
+_FORMAT_OF_DTYPE = {torch.float64: FLOAT64, torch.float32: FLOAT32, torch.bfloat16: BF16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormattedTensor:
+    """A matrix, or a stack of them, in a format.
+
+    Shapes   values  [..., N, K]; mxfp4: uint8 [..., N, K / 32, 16] as in the checkpoint
+             scales  [..., scale rows, scale columns]; None without scales
+    """
+
+    format: TensorFormat
+    values: Tensor
+    scales: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Logical shape, in elements."""
+        if self.format is MXFP4:
+            *lead, num_blocks, num_bytes = self.values.shape
+            return (*lead, num_blocks * num_bytes * 2)
+        return tuple(self.values.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held on the device."""
+        scales = 0 if self.scales is None else self.scales.numel() * self.scales.element_size()
+        return self.values.numel() * self.values.element_size() + scales
+
+    def to_float(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the stored values as numbers; exact in float32 and float64."""
+        return decode(self).to(dtype)
+
+    def to(self, device: torch.device | str) -> FormattedTensor:
+        """Return the same matrix on another device."""
+        scales = None if self.scales is None else self.scales.to(device)
+        return FormattedTensor(format=self.format, values=self.values.to(device), scales=scales)
+
+
+def plain(values: Tensor) -> FormattedTensor:
+    """Wrap a float64, float32 or bf16 tensor; it is not copied."""
+    return FormattedTensor(format=_FORMAT_OF_DTYPE[values.dtype], values=values)
+
+
+@lru_cache(maxsize=8)
+def _e2m1_pairs(device: str) -> Tensor:
+    """Return float32 [256, 2]: the two numbers in each byte."""
+    magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    codes = torch.tensor([*magnitudes, *(-m for m in magnitudes)])
+    byte = torch.arange(256)
+    return torch.stack([codes[byte & 15], codes[byte >> 4]], dim=-1).to(device)
+
+
+def decode(matrix: FormattedTensor) -> Tensor:
+    """Decode to float32 (float64 stays float64), [..., N, K].
+
+    Source   OCP microscaling formats for mxfp4; the checkpoint's packing as in docs/numerics.md.
+    """
+    values, scales, kind = matrix.values, matrix.scales, matrix.format
+    if kind.block is None:
+        return values if kind is FLOAT64 else values.float()
+    assert scales is not None, f"{kind.name} needs scales"
+    if kind is MXFP4:
+        numbers = _e2m1_pairs(str(values.device))[values.int()].flatten(-2)  # [..., N, K/32, 32]
+        return torch.ldexp(numbers, scales.int().unsqueeze(-1) - 127).flatten(-2)
+    rows, columns = kind.block
+    num_rows, num_columns = values.shape[-2:]
+    spread = scales.float()
+    if rows > 1:
+        spread = spread.repeat_interleave(rows, dim=-2)
+    spread = spread[..., :num_rows, :].repeat_interleave(columns, dim=-1)[..., :num_columns]
+    return values.float() * spread

@@ -1,0 +1,316 @@
+"""Which implementations of an operation exist, and which one runs where.
+
+A kernel folder has `contract.py` (an `Operation`), `reference.py`, `cases.py` and files named
+`<toolchain>[_<word>]_impl.py` that call `register`. `bind` chooses once, when a model is built: one
+implementation per regime (phase and number of rows). Nothing is chosen per call. `explain` says why.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from rose.utils.device import CPU, DeviceFacts
+from rose.utils.errors import ContractError
+
+_PACKAGE = "rose.kernels"
+TOOLCHAINS = {
+    "torch": None,
+    "triton": "triton",
+    "gluon": "triton",
+    "cuda": None,
+    "flashinfer": "flashinfer",
+    "deepgemm": "deep_gemm",
+}
+"""First word of an implementation file -> the module it needs; without it the file is not imported."""
+
+
+class Band(IntEnum):
+    """How special an implementation is; the highest that may run is bound."""
+
+    REFERENCE = 0
+    PORTABLE = 1
+    TUNED = 2
+    SPECIALISED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """A phase and a closed range of rows (tokens in the step)."""
+
+    phase: str
+    min_rows: int
+    max_rows: int
+
+    def __str__(self) -> str:
+        return f"{self.phase} {self.min_rows}..{self.max_rows}"
+
+
+MAX_ROWS = 1 << 30
+REGIMES = (
+    Regime("decode", 1, 16),
+    Regime("decode", 17, 64),
+    Regime("decode", 65, 512),
+    Regime("prefill", 1, MAX_ROWS),
+)
+"""Decode: one new token per sequence, replayed from graphs. Everything else counts as prefill."""
+
+FormatNames = Mapping[str, str]
+Sizes = Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """A contract: what any implementation of it must do.
+
+    `signature` is a function without a body whose docstring is the contract; implementations take
+    exactly its parameters. `outputs` names the parameters written to; `check` poisons them.
+    """
+
+    name: str
+    signature: Callable[..., None]
+    sizes: tuple[str, ...]
+    """Names of the numbers that `bind` is given, e.g. ("D",)."""
+    outputs: tuple[str, ...]
+    inouts: tuple[str, ...] = ()
+    """Parameters updated in place (read and written)."""
+    formats: tuple[str, ...] = ()
+    """Names of the operands whose format may vary, e.g. ("activation", "weight")."""
+    validate: Callable[[FormatNames, Sizes], list[str]] = lambda _formats, _sizes: []
+    """Problems with formats and sizes, at bind time."""
+    check_call: Callable[..., list[str]] = lambda **_: []
+    """Problems with one call's tensors; on in tests and at graph capture, off in replay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Implementation:
+    """One way to compute an operation, with what it needs and accepts."""
+
+    operation: str
+    name: str
+    function: Callable[..., None]
+    band: Band
+    device: str = "any"
+    """cpu, cuda or any."""
+    min_capability: tuple[int, int] = (0, 0)
+    max_capability: tuple[int, int] = (99, 0)
+    formats: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Operand -> accepted format names; operands not named accept all."""
+    phases: frozenset[str] = frozenset({"prefill", "decode"})
+    rows: tuple[int, int] = (1, MAX_ROWS)
+    limits: Callable[[Sizes], str | None] = lambda _sizes: None
+    """Why these sizes cannot be taken, or None."""
+    prepare: Callable[[Any], Any] | None = None
+    """Relayout of the weights, run once at load; its result is passed as `weights`."""
+    note: str = ""
+
+    def refusal(
+        self, formats: FormatNames, sizes: Sizes, device: DeviceFacts, regime: Regime
+    ) -> str | None:
+        """Say why this implementation cannot be bound there, or None."""
+        if self.device not in ("any", device.kind):
+            return f"needs {self.device}"
+        if device.kind == "cuda" and not (
+            self.min_capability <= device.capability <= self.max_capability
+        ):
+            return f"capability {device.capability} outside {self.min_capability}..{self.max_capability}"
+        if regime.phase not in self.phases:
+            return f"only for {', '.join(sorted(self.phases))}"
+        if regime.min_rows < self.rows[0] or regime.max_rows > self.rows[1]:
+            return f"only for {self.rows[0]}..{self.rows[1]} rows"
+        for operand, accepted in self.formats.items():
+            if formats.get(operand) not in accepted:
+                return f"{operand} is {formats.get(operand)}, takes {', '.join(sorted(accepted))}"
+        return self.limits(sizes)
+
+
+_operations: dict[str, Operation] = {}
+_implementations: dict[str, dict[str, Implementation]] = {}
+_absent: dict[str, list[str]] = {}
+
+
+def register(implementation: Implementation) -> Implementation:
+    """Add an implementation; called at import of an `*_impl.py` file.
+
+    Raises  ContractError where its parameters are not those of the contract or its name is taken.
+    """
+    operation = _operations[implementation.operation]
+    wanted = list(inspect.signature(operation.signature).parameters)
+    found = list(inspect.signature(implementation.function).parameters)
+    if wanted != found:
+        raise ContractError(
+            f"{operation.name}/{implementation.name} takes ({', '.join(found)}); "
+            f"the contract says ({', '.join(wanted)}); make them equal"
+        )
+    table = _implementations.setdefault(operation.name, {})
+    if implementation.name in table:
+        raise ContractError(
+            f"{operation.name}/{implementation.name} is registered twice; rename one"
+        )
+    table[implementation.name] = implementation
+    return implementation
+
+
+def operation_names() -> list[str]:
+    """Return the names of all kernel folders."""
+    root = Path(__file__).parent
+    return sorted(p.parent.name for p in root.glob("*/contract.py"))
+
+
+def load(name: str) -> Operation:
+    """Import a kernel folder with every implementation whose toolchain is installed.
+
+    Raises  ContractError with the known names.
+    """
+    if name in _operations:
+        return _operations[name]
+    if name not in operation_names():
+        raise ContractError(
+            f"operation {name!r} is not known; known: {', '.join(operation_names())}"
+        )
+    operation: Operation = importlib.import_module(f"{_PACKAGE}.{name}.contract").OPERATION
+    _operations[name] = operation
+    _absent[name] = []
+    folder = Path(__file__).parent / name
+    register(_reference_implementation(operation))
+    for module in pkgutil.iter_modules([str(folder)]):
+        if not module.name.endswith("_impl"):
+            continue
+        toolchain = module.name.split("_")[0]
+        if toolchain not in TOOLCHAINS:
+            raise ContractError(
+                f"{folder / module.name}.py: toolchain {toolchain!r} is not known; "
+                f"allowed: {', '.join(TOOLCHAINS)}"
+            )
+        needed = TOOLCHAINS[toolchain]
+        if needed is not None and importlib.util.find_spec(needed) is None:
+            _absent[name].append(f"{module.name}: {needed} is not installed")
+            continue
+        importlib.import_module(f"{_PACKAGE}.{name}.{module.name}")
+    return operation
+
+
+def _reference_implementation(operation: Operation) -> Implementation:
+    module = importlib.import_module(f"{_PACKAGE}.{operation.name}.reference")
+    return Implementation(
+        operation=operation.name,
+        name="reference",
+        function=module.reference,
+        band=Band.REFERENCE,
+        note="definition of the operation; float32 inside",
+    )
+
+
+def implementations(name: str) -> list[Implementation]:
+    """Return all registered implementations of an operation, the most special first."""
+    load(name)
+    return sorted(_implementations[name].values(), key=lambda i: (-i.band, i.name))
+
+
+class BoundOperation:
+    """The table of one operation in one model: regime -> implementation, with prepared weights."""
+
+    def __init__(self, operation: Operation, table: dict[Regime, Implementation]) -> None:
+        self.operation = operation
+        self.table = table
+        self._calls: dict[Regime, Callable[..., None]] = {r: i.function for r, i in table.items()}
+
+    def prepare(self, weights: Any) -> int:
+        """Relayout `weights` for each implementation in the table; return the bytes now held.
+
+        Aliasing  implementations with the same `prepare` share one copy; those without share `weights`.
+        """
+        prepared: dict[Callable[[Any], Any] | None, Any] = {}
+        for regime, implementation in self.table.items():
+            if implementation.prepare not in prepared:
+                build = implementation.prepare
+                prepared[build] = weights if build is None else build(weights)
+            self._calls[regime] = _with_weights(
+                implementation.function, prepared[implementation.prepare]
+            )
+        return sum(int(w.num_bytes) for w in prepared.values())
+
+    def select(self, phase: str, num_rows: int) -> Callable[..., None]:
+        """Return the function for a step; a lookup in the fixed table, no choice."""
+        for regime, call in self._calls.items():
+            if regime.phase == phase and regime.min_rows <= num_rows <= regime.max_rows:
+                return call
+        if phase != "prefill":
+            return self.select("prefill", num_rows)
+        raise ContractError(f"{self.operation.name}: no regime for {phase} with {num_rows} rows")
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Return (operation, regime, implementation) lines for the start-up table."""
+        return [(self.operation.name, str(r), i.name) for r, i in self.table.items()]
+
+
+def _with_weights(function: Callable[..., None], weights: Any) -> Callable[..., None]:
+    def call(*args: Any, **kwargs: Any) -> None:
+        function(*args, weights=weights, **kwargs)
+
+    return call
+
+
+def bind(
+    name: str,
+    *,
+    formats: FormatNames,
+    sizes: Sizes,
+    device: DeviceFacts = CPU,
+    regimes: tuple[Regime, ...] = REGIMES,
+    only: Mapping[str, str] | None = None,
+) -> BoundOperation:
+    """Choose one implementation per regime: the highest band that accepts formats, sizes and device.
+
+    `only` forces implementations by operation name (config `kernels.only`), e.g. {"gemm": "reference"}.
+
+    Raises  ContractError listing every refused candidate and why.
+    """
+    operation = load(name)
+    missing = [s for s in operation.sizes if s not in sizes]
+    problems = [f"size {s} is missing" for s in missing] + operation.validate(formats, sizes)
+    if problems:
+        raise ContractError(f"{name}: " + "; ".join(problems))
+    forced = (only or {}).get(name)
+    candidates = [i for i in implementations(name) if forced in (None, i.name)]
+    if not candidates:
+        known = ", ".join(i.name for i in implementations(name))
+        raise ContractError(f"{name}: implementation {forced!r} is not known; known: {known}")
+    table = {}
+    for regime in regimes:
+        refused = []
+        for implementation in candidates:
+            reason = implementation.refusal(formats, sizes, device, regime)
+            if reason is None:
+                table[regime] = implementation
+                break
+            refused.append(f"{implementation.name}: {reason}")
+        else:
+            raise ContractError(f"{name} ({regime}): nothing can run; " + "; ".join(refused))
+    return BoundOperation(operation, table)
+
+
+def explain(
+    name: str, *, formats: FormatNames, sizes: Sizes, device: DeviceFacts = CPU
+) -> list[tuple[str, str, str]]:
+    """Return (regime, implementation, "bound" or why not) for each regime and implementation."""
+    lines = []
+    load(name)
+    for regime in REGIMES:
+        taken = False
+        for implementation in implementations(name):
+            reason = implementation.refusal(formats, sizes, device, regime)
+            if reason is None:
+                reason = f"lower band than the bound one ({implementation.band.name.lower()})"
+                if not taken:
+                    taken, reason = True, f"bound ({implementation.band.name.lower()})"
+            lines.append((str(regime), implementation.name, reason))
+        lines += [(str(regime), *a.split(": ", 1)) for a in _absent[name]]
+    return lines

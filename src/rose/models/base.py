@@ -1,0 +1,28 @@
+"""What the runtime asks of a model, whatever its architecture."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from rose.config.model import ModelConfig
+from rose.layers.context import ForwardContext
+
+
+class CausalLM(Protocol):
+    """A decoder: tokens in, hidden states out, logits on demand."""
+
+    config: ModelConfig
+
+    def forward(self, token_ids_T: Tensor, context: ForwardContext) -> Tensor:
+        """Return the final hidden states [T, D] after the last norm; writes the new KV into its pages."""
+        ...
+
+    def logits(self, hidden_SD: Tensor) -> Tensor:
+        """Return float32 logits [S, V] of chosen rows."""
+        ...
+
+    def kernel_table(self) -> list[tuple[str, str, str]]:
+        """Return (operation, regime, implementation) lines, for the start-up table."""
+        ...

@@ -1,0 +1,65 @@
+"""What travels from the engine to the frontend."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort"]
+ErrorCode = Literal[
+    "context_length_exceeded",
+    "invalid_request",
+    "queue_full",
+    "duplicate_request_id",
+    "engine_failed",
+]
+
+
+class TokensEvent(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
+    """New tokens of one request; several where a decoder accepts drafts."""
+
+    request_id: str
+    token_ids: list[int]
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV came from the prefix cache; set on the first event."""
+
+
+class FinishedEvent(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
+    """The last event of a request that ran."""
+
+    request_id: str
+    reason: FinishReason
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+class ErrorEvent(msgspec.Struct, frozen=True, kw_only=True, tag="error"):
+    """The last event of a request that was refused or failed; the message is written for its user."""
+
+    request_id: str
+    code: ErrorCode
+    message: str
+
+
+class EngineStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
+    """State of the engine, sent when it becomes ready, on a query and about once a second."""
+
+    is_ready: bool
+    model: str
+    context_tokens: int
+    vocab_size: int
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_pages_used: int = 0
+    kv_pages_total: int = 0
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    """Prompt tokens computed since start."""
+    num_output_tokens: int = 0
+    """Tokens sampled since start."""
+    detail: str = ""
+    """What the engine is doing before it is ready, or why it failed."""
+
+
+FromEngine = TokensEvent | FinishedEvent | ErrorEvent | EngineStatus

@@ -1,0 +1,50 @@
+"""What one step will do, and what came of it: plain data between scheduler, decoder and commit; no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rose.protocol.sampling_params import SamplingParams
+
+
+@dataclass(slots=True, kw_only=True)
+class PlanEntry:
+    """The share of one sequence in a step."""
+
+    slot: int
+    """Row of the runner's per-sequence device tables; a sequence keeps it while it runs."""
+    is_new: bool
+    """The slot was just taken: its device rows must be written anew."""
+    start_position: int
+    """Position of the first token computed in this step."""
+    token_ids: list[int] | None
+    """Tokens to compute; None: one, the token last sampled for this slot (it is on the device)."""
+    num_tokens: int
+    is_last_chunk: bool
+    """Whether a token is sampled after it (false only inside a chunked prompt)."""
+    new_pages: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    """Layer kind -> (page-table column, page) to write before the step; page -1: the column is freed."""
+    sampling: SamplingParams | None = None
+    """Set when is_new: parameters with the seed filled in."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StepPlan:
+    """Who runs in a step: decode entries first, then prefill entries."""
+
+    step: int
+    decode: list[PlanEntry]
+    prefill: list[PlanEntry]
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all entries."""
+        return len(self.decode) + sum(e.num_tokens for e in self.prefill)
+
+
+@dataclass(slots=True, kw_only=True)
+class StepResult:
+    """Tokens per slot that sampled, in the plan's order; one each with the plain decoder."""
+
+    step: int
+    token_ids: dict[int, list[int]]

@@ -1,0 +1,72 @@
+"""Facts about the device that decide which kernels may run and what memory there is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFacts:
+    """What `bind`, `resolve` and the memory plan need to know of a device."""
+
+    kind: str
+    """cpu or cuda."""
+    name: str
+    capability: tuple[int, int] = (0, 0)
+    """CUDA compute capability; (0, 0) on a CPU."""
+    num_sms: int = 0
+    memory_bytes: int = 0
+    bandwidth_bytes_per_s: float = 0.0
+    """Measured read rate where known, else 0."""
+    bf16_flops_per_s: float = 0.0
+    fp8_flops_per_s: float = 0.0
+
+    @property
+    def is_hopper(self) -> bool:
+        """Whether WGMMA and TMA of sm_90a exist."""
+        return self.capability == (9, 0)
+
+
+CPU = DeviceFacts(kind="cpu", name="cpu")
+
+# Measured on one H200 (143771 MiB, 700 W): read rate, bf16 and fp8 8192^3 matrix products.
+H200_RATES = {
+    "bandwidth_bytes_per_s": 4.6e12,
+    "bf16_flops_per_s": 765e12,
+    "fp8_flops_per_s": 1411e12,
+}
+
+
+def detect(device: str = "auto") -> DeviceFacts:
+    """Look at the machine; `device` is auto, cpu or cuda.
+
+    Raises  ConfigError where cuda was asked for and none is usable.
+    """
+    import os
+
+    import torch
+
+    from rose.utils.errors import ConfigError
+
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(
+            f"device {device!r} is not known; allowed: auto, cpu, cuda; change --device"
+        )
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        page_bytes, num_pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
+        return DeviceFacts(kind="cpu", name="cpu", memory_bytes=page_bytes * num_pages)
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "device 'cuda' was asked for, but torch "
+            f"{torch.__version__} finds no usable CUDA device; use --device cpu or install a CUDA build of torch"
+        )
+    properties = torch.cuda.get_device_properties(0)
+    rates = H200_RATES if "H200" in properties.name else {}
+    return DeviceFacts(
+        kind="cuda",
+        name=properties.name,
+        capability=(properties.major, properties.minor),
+        num_sms=properties.multi_processor_count,
+        memory_bytes=properties.total_memory,
+        **rates,
+    )
