@@ -1,0 +1,45 @@
+# Ten words, nothing else to learn. `make demo` and `make test` do all their set-up on a fresh machine.
+PYTHON ?= python3
+VENV := .venv/bin
+export PYTHONPATH := src
+
+.PHONY: help demo test check soak serve bench gpu-check gpu-bench train
+
+help:
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: ## install, start both services on the embedded model, send a chat request with a tool
+	@$(PYTHON) tools/bootstrap.py engine
+	@$(VENV)/python -m rose.cli.main demo
+
+test: ## install, run the tests of the CPU ring
+	@$(PYTHON) tools/bootstrap.py engine test
+	@$(VENV)/python -m pytest -n 2 -m "not slow"
+
+check: ## format, lint, rule tests
+	@$(PYTHON) tools/bootstrap.py engine test check
+	@$(VENV)/ruff format --check src tests tools training benchmarks
+	@$(VENV)/ruff check src tests tools training benchmarks
+	@$(VENV)/python -m pytest tests/rules
+
+soak: ## the tests that run longer
+	@$(PYTHON) tools/bootstrap.py engine test
+	@$(VENV)/python -m pytest -m slow --timeout 1800
+
+serve: ## start both services on the embedded model
+	@$(PYTHON) tools/bootstrap.py engine
+	@$(VENV)/python -m rose.cli.main serve
+
+bench: ## time the kernels on this machine, JSON lines in benchmarks/results
+	@$(PYTHON) tools/bootstrap.py engine
+	@$(VENV)/python -m rose.kernels bench --json benchmarks/results/kernels-$$(date +%Y%m%d).jsonl
+
+train: ## train the embedded model anew
+	@$(PYTHON) tools/bootstrap.py engine
+	@$(VENV)/python training/train_tiny.py
+
+gpu-check: ## every kernel x every case, on a machine with torch, triton and a GPU; installs nothing
+	@$(PYTHON) -m rose.kernels check --device cuda
+
+gpu-bench: ## the tables, likewise
+	@$(PYTHON) -m rose.kernels bench --device cuda --json benchmarks/results/kernels-$$(date +%Y%m%d).jsonl
