@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -14,6 +15,8 @@ class EncodedPrompt:
 
     token_ids: list[int]
     stop_token_ids: list[int]
+    declared_tools: list[str] = field(default_factory=list)
+    """Names of the functions that the conversation offers; give them to `Formatter.decoder`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -21,13 +24,15 @@ class Delta:
     """A piece of an answer, in the order in which it was written.
 
     content, reasoning: `text` continues that stream. tool_call: a call of `name` begins, with place `index`;
-    tool_arguments: `text` continues the arguments of call `index`.
+    tool_arguments: `text` continues the arguments of call `index`. tokens: `token_ids` continue an answer
+    that has no text (formatter `tokens` only).
     """
 
-    kind: Literal["content", "reasoning", "tool_call", "tool_arguments"]
+    kind: Literal["content", "reasoning", "tool_call", "tool_arguments", "tokens"]
     text: str = ""
     index: int = 0
     name: str = ""
+    token_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,6 +43,7 @@ class ParsedMessage:
     recipient: str | None
     content_type: str | None
     content: str
+    role: str = "assistant"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,6 +51,7 @@ class Answer:
     """A whole answer, seen as chat."""
 
     content: str | None
+    """None: no message for the user was begun."""
     reasoning: str | None
     tool_calls: list[dict[str, str]] = field(default_factory=list)
     """Each with name and arguments (a string, as the model wrote it)."""
@@ -52,12 +59,16 @@ class Answer:
     """stop, tool_calls or length."""
     messages: list[ParsedMessage] = field(default_factory=list)
     num_reasoning_tokens: int = 0
+    recoveries: list[str] = field(default_factory=list)
+    """Kinds of malformed output that were met and read leniently, in order; for metrics."""
+    token_ids: list[int] = field(default_factory=list)
+    """The answer of formatter `tokens`; empty for the others."""
 
 
 class AnswerDecoder(Protocol):
     """Incremental parser of one answer. Total: never raises, never loses text."""
 
-    def push(self, token_ids: list[int]) -> list[Delta]:
+    def push(self, token_ids: Sequence[int]) -> list[Delta]:
         """Take sampled tokens, any number at a time; the cut into pushes does not change the answer."""
         ...
 
@@ -71,7 +82,12 @@ class AnswerDecoder(Protocol):
 
 
 class Formatter(Protocol):
-    """One prompt format. `conversation` is a parsed chat-completions body: messages, tools, effort ..."""
+    """One prompt format.
+
+    `conversation` is a parsed request body with two more fields, both optional: `api` (chat, the default, or
+    responses) says whose body it is, `conversation_date` (YYYY-MM-DD) is the day the prompt names; without it
+    the prompt names no day. The formatters `plain` and `tokens` read `prompt` only.
+    """
 
     name: str
 
@@ -82,8 +98,8 @@ class Formatter(Protocol):
         """
         ...
 
-    def decoder(self, *, declared_tools: list[str]) -> AnswerDecoder:
-        """Return a parser for one answer."""
+    def decoder(self, *, declared_tools: Sequence[str] = ()) -> AnswerDecoder:
+        """Return a parser for one answer; `declared_tools` are those of the encoded prompt."""
         ...
 
 
