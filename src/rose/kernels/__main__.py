@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rose.kernels import registry
@@ -14,9 +15,9 @@ from rose.utils.device import detect
 from rose.utils.errors import RoseError
 
 
-def main() -> int:
-    """Run one verb; return 1 where a check failed."""
-    parser = argparse.ArgumentParser(prog="python -m rose.kernels", description=__doc__)
+def main(argv: Sequence[str] | None = None, *, prog: str = "python -m rose.kernels") -> int:
+    """Run one verb; return 1 where a check failed. `argv` None: the arguments of the process."""
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     parser.add_argument("verb", choices=["list", "explain", "check", "bench"])
     parser.add_argument("operations", nargs="*", help="operation names; all if none")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
@@ -26,7 +27,7 @@ def main() -> int:
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="bench: append JSON lines to FILE"
     )
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     try:
         return globals()[f"_{arguments.verb}"](arguments)
     except RoseError as error:

@@ -1,0 +1,91 @@
+"""Options of configuration trees (`rose.config.cli`) as click options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from rose.config import cli as config_cli
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+Values = dict[config_cli.Path, Any]
+
+
+def tree_options(*roots: type, skip: frozenset[str] = frozenset()) -> Callable[[Command], Command]:
+    """Decorate a command with one option per leaf of the trees; `given_values` reads them back."""
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(config_cli.options(*roots, skip=skip)):
+            command = click.option(*_declarations(option), **_settings(option))(command)
+        return command
+
+    return decorate
+
+
+def parameter_name(path: config_cli.Path) -> str:
+    """Return the name under which click hands over a leaf."""
+    return "tree__" + "__".join(path)
+
+
+def given_values(root: type, arguments: dict[str, Any]) -> Values:
+    """Return the leaves of one tree that the command line set, by path."""
+    values = {}
+    for option in config_cli.options(root):
+        value = arguments.get(parameter_name(option.path))
+        if value is None or value == ():
+            continue
+        values[option.path] = dict(value) if option.is_mapping else value
+    return values
+
+
+def _declarations(option: config_cli.Option) -> list[str]:
+    flags = list(option.flags)
+    if option.kind is bool and not option.is_repeated:
+        # A dotted flag gets its --no- after the dots: --cache.no-x.
+        flags = [f"{flag}/{_negated(flag)}" for flag in flags]
+    return [*flags, parameter_name(option.path)]
+
+
+def _negated(flag: str) -> str:
+    head, _, leaf = flag.removeprefix("--").rpartition(".")
+    return f"--{head + '.' if head else ''}no-{leaf}"
+
+
+def _settings(option: config_cli.Option) -> dict[str, Any]:
+    # Default None: only what was typed is passed on; the dataclass stays the one source of defaults.
+    settings: dict[str, Any] = {"default": None, "help": _help(option)}
+    if option.is_mapping:
+        return settings | {"multiple": True, "type": NameValue()}
+    if option.is_repeated:
+        return settings | {"multiple": True, "type": option.kind}
+    if option.kind is bool:
+        return settings
+    kind = click.Choice(option.choices) if option.choices else option.kind
+    return settings | {"type": kind}
+
+
+def _help(option: config_cli.Option) -> str:
+    default = option.default
+    if default is None or default in ((), {}, ""):
+        return option.help
+    shown = {True: "on", False: "off"}[default] if isinstance(default, bool) else default
+    return f"{option.help}  [default: {shown}]".strip()
+
+
+class NameValue(click.ParamType):
+    """NAME=VALUE."""
+
+    name = "NAME=VALUE"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, str]:
+        """Split at the first equals sign."""
+        if isinstance(value, tuple):
+            return value
+        name, separator, rest = str(value).partition("=")
+        if not separator or not name:
+            self.fail(f"{value!r} is not NAME=VALUE", param, ctx)
+        return name, rest
