@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +23,12 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m rose.kerne
     parser.add_argument("operations", nargs="*", help="operation names; all if none")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--only", metavar="NAME", help="one implementation")
-    parser.add_argument("--case", metavar="NAME", help="bench: one case")
+    parser.add_argument("--case", metavar="NAME", help="check, bench: one case")
+    parser.add_argument(
+        "--interpret",
+        action="store_true",
+        help="check: run Triton kernels on CPU tensors in Triton's interpreter",
+    )
     parser.add_argument("--seed", type=int, default=0, help="check: seed of the random inputs")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="bench: append JSON lines to FILE"
@@ -56,11 +62,16 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> int:
     counts = {"ok": 0, "failed": 0, "skipped": 0}
+    if arguments.interpret:
+        # Before any kernel file is imported: triton.jit decides there what it returns.
+        os.environ["TRITON_INTERPRET"] = "1"
     for outcome in check_all(
-        detect(arguments.device),
+        detect("cpu" if arguments.interpret else arguments.device),
         operations=arguments.operations,
         only=arguments.only,
+        case_name=arguments.case,
         seed=arguments.seed,
+        interpret=arguments.interpret,
     ):
         counts[outcome.status] += 1
         if outcome.status != "skipped":

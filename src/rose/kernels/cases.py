@@ -5,6 +5,9 @@ A folder's `cases.py` defines
   inputs(case, seed, device)     keyword arguments of one call; outputs allocated, not filled
   tolerance(case)                Tolerance, with its reason
   flops(case), num_bytes(case)   the least work: for the share of the machine's limit
+and, where it applies,
+  rounded_tolerance(case, rounding)  for implementations that declare `activation_rounding`
+  promised(case, name, tensor)       the part of an output that the contract speaks of
 """
 
 from __future__ import annotations
@@ -89,9 +92,14 @@ def poison(tensor: Tensor) -> None:
 
 
 def compare(name: str, found: Tensor, wanted: Tensor, tolerance: Tolerance) -> Difference | None:
-    """Compare one output; return None where it is within `tolerance`. NaN never passes."""
+    """Compare one output; return None where it is within `tolerance`. NaN never passes.
+
+    Integers are compared exactly, whatever the tolerance of the other outputs.
+    """
     if found.numel() == 0:
         return None
+    if not (found.dtype.is_floating_point or wanted.dtype.is_floating_point):
+        tolerance = EXACT
     a, b = found.detach().double().cpu(), wanted.detach().double().cpu()
     difference = (a - b).abs()
     scale = b.abs().max().clamp_min(1e-30)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rose.kernels import registry
-from rose.kernels.cases import Case, compare, poison
+from rose.kernels.cases import Case, Tolerance, compare, poison
 from rose.kernels.registry import Implementation, Operation, Regime
 from rose.utils.device import DeviceFacts
 
@@ -42,16 +42,38 @@ def clone(arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def is_runnable(implementation: Implementation, case: Case, device: DeviceFacts) -> str | None:
-    """Say why an implementation cannot take a case on a device, or None."""
+def is_runnable(
+    implementation: Implementation, case: Case, device: DeviceFacts, *, interpret: bool = False
+) -> str | None:
+    """Say why an implementation cannot take a case on a device, or None.
+
+    `interpret`: Triton kernels run on CPU tensors, in a process that had TRITON_INTERPRET=1 before it
+    imported triton; nothing else is run then.
+    """
     regime = Regime(case.phase, max(1, case.rows), max(1, case.rows))
     if case.large and device.kind == "cpu":
         return "large case, left out on a CPU"
+    if interpret:
+        if implementation.toolchain != "triton":
+            return "no Triton kernel"
+        activation = case.formats.get("activation", "float32")
+        if activation not in implementation.interpreted:
+            return f"the interpreter is not right for {activation}"
+        implementation = replace(implementation, device="any")
     return implementation.refusal(case.formats, case.sizes, device, regime)
 
 
-def run_reference(operation: Operation, case: Case, arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """Run the reference on a copy; bf16 outputs are widened to float32, so that it rounds nothing."""
+def run_reference(
+    operation: Operation,
+    case: Case,
+    arguments: dict[str, Any],
+    *,
+    rounding: tuple[str, ...] = (),
+) -> dict[str, Tensor]:
+    """Run the reference on a copy; bf16 outputs are widened to float32, so that it rounds nothing.
+
+    `rounding`: the formats of `Implementation.activation_rounding`; the reference rounds there too.
+    """
     reference = clone(arguments)
     for name in operation.outputs:
         if isinstance(reference[name], Tensor):
@@ -60,7 +82,10 @@ def run_reference(operation: Operation, case: Case, arguments: dict[str, Any]) -
                 reference[name] = reference[name].float()
     registry.load(operation.name)
     module = importlib.import_module(f"rose.kernels.{operation.name}.reference")
-    module.reference(**reference)
+    if rounding:
+        module.rounded_reference(rounding, **reference)
+    else:
+        module.reference(**reference)
     return {n: reference[n] for n in (*operation.outputs, *operation.inouts)}
 
 
@@ -76,8 +101,48 @@ def run(operation: Operation, implementation: Implementation, arguments: dict[st
     implementation.function(**arguments)
 
 
+def _tolerance(implementation: Implementation, case: Case, *, interpret: bool) -> Tolerance:
+    module = cases_module(implementation.operation)
+    if implementation.activation_rounding:
+        tolerance = module.rounded_tolerance(case, implementation.activation_rounding)
+    else:
+        tolerance = module.tolerance(case)
+    if not interpret or case.formats.get("activation") != "bf16":
+        return tolerance
+    return Tolerance(
+        relative=4 * tolerance.relative,
+        absolute=4 * tolerance.absolute,
+        reason=tolerance.reason
+        + "; the interpreter truncates to bf16: twice the error, all one way",
+    )
+
+
+def changed_inputs(
+    operation: Operation, before: dict[str, Any], after: dict[str, Any]
+) -> list[str]:
+    """Return the names of tensors that the contract does not let a call write, and that changed."""
+    return [
+        name
+        for name, tensor in before.items()
+        if isinstance(tensor, Tensor)
+        and name not in (*operation.outputs, *operation.inouts)
+        and not torch.equal(_bits(tensor), _bits(after[name]))
+    ]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return a view as integers, so that NaN equals itself."""
+    return tensor.contiguous().view(torch.uint8)
+
+
 def check_case(
-    operation: Operation, implementation: Implementation, case: Case, device: DeviceFacts, seed: int
+    operation: Operation,
+    implementation: Implementation,
+    case: Case,
+    device: DeviceFacts,
+    seed: int,
+    *,
+    interpret: bool = False,
 ) -> Outcome:
     """Compare one implementation with the reference on one case."""
     names = {
@@ -85,20 +150,28 @@ def check_case(
         "implementation": implementation.name,
         "case": case.name,
     }
-    reason = is_runnable(implementation, case, device)
+    reason = is_runnable(implementation, case, device, interpret=interpret)
     if reason is not None:
         return Outcome(**names, status="skipped", detail=reason)
     module = cases_module(operation.name)
     arguments = module.inputs(case, seed, device.kind)
-    wanted = run_reference(operation, case, arguments)
+    before = {k: v.clone() for k, v in arguments.items() if isinstance(v, Tensor)}
+    wanted = run_reference(operation, case, arguments, rounding=implementation.activation_rounding)
     run(operation, implementation, arguments)
     if device.kind == "cuda":
         torch.cuda.synchronize()
-    problems = []
+    problems = [f"{n} was changed" for n in changed_inputs(operation, before, arguments)]
+    tolerance = _tolerance(implementation, case, interpret=interpret)
+    promised = getattr(module, "promised", lambda _case, _name, tensor: tensor)
     for name, reference in wanted.items():
         if arguments[name] is None:
             continue
-        difference = compare(name, arguments[name], reference, module.tolerance(case))
+        difference = compare(
+            name,
+            promised(case, name, arguments[name]),
+            promised(case, name, reference),
+            tolerance,
+        )
         if difference is not None:
             problems.append(str(difference))
     status = "failed" if problems else "ok"
@@ -110,7 +183,9 @@ def check_all(
     *,
     operations: list[str] | None = None,
     only: str | None = None,
+    case_name: str | None = None,
     seed: int = 0,
+    interpret: bool = False,
 ) -> Iterator[Outcome]:
     """Check every implementation over every case, one outcome at a time."""
     for name in operations or registry.operation_names():
@@ -119,8 +194,12 @@ def check_all(
             if implementation.name == "reference" or only not in (None, implementation.name):
                 continue
             for case in cases_module(name).CASES:
+                if case_name not in (None, case.name):
+                    continue
                 try:
-                    yield check_case(operation, implementation, case, device, seed)
+                    yield check_case(
+                        operation, implementation, case, device, seed, interpret=interpret
+                    )
                 except Exception as error:  # noqa: BLE001 - one broken kernel must not hide the others
                     yield Outcome(
                         operation=name,

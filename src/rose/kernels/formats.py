@@ -76,7 +76,7 @@ class FormattedTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """Logical shape, in elements."""
-        if self.format is MXFP4:
+        if self.format == MXFP4:
             *lead, num_blocks, num_bytes = self.values.shape
             return (*lead, num_blocks * num_bytes * 2)
         return tuple(self.values.shape)
@@ -90,6 +90,11 @@ class FormattedTensor:
     def to_float(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the stored values as numbers; exact in float32 and float64."""
         return decode(self).to(dtype)
+
+    def __getitem__(self, index: int) -> FormattedTensor:
+        """Return one matrix of a stack; a view."""
+        scales = None if self.scales is None else self.scales[index]
+        return FormattedTensor(format=self.format, values=self.values[index], scales=scales)
 
     def to(self, device: torch.device | str) -> FormattedTensor:
         """Return the same matrix on another device."""
@@ -118,9 +123,9 @@ def decode(matrix: FormattedTensor) -> Tensor:
     """
     values, scales, kind = matrix.values, matrix.scales, matrix.format
     if kind.block is None:
-        return values if kind is FLOAT64 else values.float()
+        return values if kind == FLOAT64 else values.float()
     assert scales is not None, f"{kind.name} needs scales"
-    if kind is MXFP4:
+    if kind == MXFP4:
         numbers = _e2m1_pairs(str(values.device))[values.int()].flatten(-2)  # [..., N, K/32, 32]
         return torch.ldexp(numbers, scales.int().unsqueeze(-1) - 127).flatten(-2)
     rows, columns = kind.block

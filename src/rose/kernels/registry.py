@@ -109,7 +109,19 @@ class Implementation:
     """Why these sizes cannot be taken, or None."""
     prepare: Callable[[Any], Any] | None = None
     """Relayout of the weights, run once at load; its result is passed as `weights`."""
+    activation_rounding: tuple[str, ...] = ()
+    """Formats to which it rounds the inputs of its matrices, one name each in the order of the operation's
+    `rounded_reference`; empty: it rounds nothing that the contract does not. `check` then compares with
+    `rounded_reference(activation_rounding, ...)`."""
+    interpreted: frozenset[str] = frozenset({"float32"})
+    """Triton only: activation dtypes for which the interpreter's results mean something. Its bf16 products
+    are garbage and its casts truncate; name bf16 only where every product is taken in float32 there."""
     note: str = ""
+
+    @property
+    def toolchain(self) -> str:
+        """First word of the file it comes from."""
+        return self.function.__module__.rsplit(".", 1)[-1].split("_")[0]
 
     def refusal(
         self, formats: FormatNames, sizes: Sizes, device: DeviceFacts, regime: Regime

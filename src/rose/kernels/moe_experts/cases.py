@@ -1,0 +1,154 @@
+"""Cases of moe_experts: 20b and 120b layers first, then odd rows, empty experts and foreign ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rose.kernels.cases import FLOAT32, Case, Tolerance
+from rose.kernels.draw import expected_experts, generator, matrix, normal, routing
+from rose.kernels.formats import FORMATS
+from rose.kernels.weights import ExpertWeights
+from rose.utils.dtypes import BITS_PER_ELEMENT, torch_dtype
+
+GPT_OSS_20B = {"D": 2880, "I": 2880, "E": 32, "K": 4}
+GPT_OSS_120B = {"D": 2880, "I": 2880, "E": 128, "K": 4}
+SMALL = {"D": 64, "I": 96, "E": 8, "K": 2}
+SMALL_RAGGED = {"D": 192, "I": 192, "E": 4, "K": 2}
+"""192 = 128 + 64, as 2880 = 22 * 128 + 64: the last block of fp8 scales is short."""
+
+
+def _case(
+    name: str,
+    tokens: int,
+    sizes: dict[str, int],
+    *,
+    activation: str = "bf16",
+    weight: str = "mxfp4",
+    experts_hit: int | None = None,
+    foreign: bool = False,
+    large_values: bool = False,
+    **flags: Any,
+) -> Case:
+    """`experts_hit`: only so many experts are chosen; `foreign`: half of the ids are -1."""
+    return Case(
+        name=name,
+        sizes={**sizes, "T": tokens},
+        formats={"activation": activation, "weight": weight},
+        phase=flags.pop("phase", "decode" if tokens <= 256 else "prefill"),
+        rows=tokens,
+        options={"experts_hit": experts_hit, "foreign": foreign, "large_values": large_values},
+        **flags,
+    )
+
+
+def _timed(size: str, sizes: dict[str, int]) -> list[Case]:
+    return [
+        _case(f"{size}_{weight}_{tokens}", tokens, sizes, weight=weight, large=True, timed=True)
+        for weight in ("mxfp4", "fp8_block")
+        for tokens in (1, 8, 32, 128, 8192, 32768)
+    ] + [
+        _case(f"{size}_bf16_{tokens}", tokens, sizes, weight="bf16", large=True, timed=True)
+        for tokens in (1, 128, 8192)
+    ]
+
+
+def _edges() -> list[Case]:
+    rows = (1, 2, 63, 64, 65, 127, 128, 129, 300)
+    cases = [_case(f"rows_{t}", t, SMALL, activation="float32") for t in rows]
+    cases += [_case(f"bf16_rows_{t}", t, SMALL) for t in (1, 17, 129)]
+    for weight in ("float32", "bf16", "mxfp4", "fp8_block"):
+        cases.append(
+            _case(f"{weight}_weights", 33, SMALL_RAGGED, activation="float32", weight=weight)
+        )
+        if weight != "float32":
+            cases.append(_case(f"bf16_by_{weight}", 33, SMALL_RAGGED, weight=weight))
+    cases += [
+        _case("one_expert_takes_all", 70, SMALL, activation="float32", experts_hit=2),
+        _case("most_experts_empty", 130, {**SMALL, "E": 32}, activation="float32", experts_hit=3),
+        _case("foreign_ids", 50, SMALL, activation="float32", foreign=True),
+        _case("foreign_ids_bf16", 300, SMALL, foreign=True),
+        _case("clamped", 20, SMALL, activation="float32", large_values=True),
+        _case("one_choice", 9, {**SMALL, "K": 1}, activation="float32"),
+        _case("all_experts", 9, {**SMALL, "E": 4, "K": 4}, activation="float32"),
+        _case("float64", 9, SMALL, activation="float64", weight="float64"),
+        _case("20b_width", 3, {**GPT_OSS_20B, "E": 2, "K": 1}),
+        _case("20b_prefill_fp8", 2000, GPT_OSS_20B, weight="fp8_block", large=True),
+        _case("120b_prefill_foreign", 3000, GPT_OSS_120B, foreign=True, large=True),
+        _case("20b_skewed", 4096, GPT_OSS_20B, experts_hit=5, large=True),
+    ]
+    return cases
+
+
+CASES = [*_timed("20b", GPT_OSS_20B), *_timed("120b", GPT_OSS_120B), *_edges()]
+
+
+def inputs(case: Case, seed: int, device: str) -> dict[str, Any]:
+    """Draw one call: routing spread evenly unless the case says otherwise."""
+    source = generator(device, seed)
+    tokens, hidden, inner, experts, chosen = (case.sizes[n] for n in ("T", "D", "I", "E", "K"))
+    activation, weight = case.formats["activation"], case.formats["weight"]
+    dtype = torch_dtype(activation)
+    bias = "bf16" if activation == "bf16" else activation
+    ids_TK = routing(tokens, case.options["experts_hit"] or experts, chosen, source=source)
+    if case.options["foreign"]:
+        is_foreign_TK = torch.rand(ids_TK.shape, generator=source, device=device) < 0.5
+        ids_TK = ids_TK.masked_fill(is_foreign_TK, -1)
+    weights = ExpertWeights(
+        gate_up=matrix(weight, experts, 2 * inner, hidden, source=source),
+        gate_up_bias_EF=normal(experts, 2 * inner, source=source, dtype=bias, scale=0.3),
+        down=matrix(weight, experts, hidden, inner, source=source),
+        down_bias_ED=normal(experts, hidden, source=source, dtype=bias, scale=0.3),
+    )
+    size = 8.0 if case.options["large_values"] else 1.5
+    logits_TK = normal(tokens, chosen, source=source)
+    return {
+        "x_TD": normal(tokens, hidden, source=source, dtype=activation, scale=size),
+        "expert_ids_TK": ids_TK,
+        "expert_weights_TK": logits_TK.softmax(dim=-1).to(dtype),
+        "weights": weights,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+        "out_TD": torch.empty(tokens, hidden, dtype=dtype, device=device),
+    }
+
+
+def tolerance(case: Case) -> Tolerance:
+    """Roundings of an implementation that keeps activations in their own dtype."""
+    if case.formats["activation"] != "bf16":
+        return FLOAT32
+    return Tolerance(
+        relative=5e-3,
+        absolute=1e-2,
+        reason="three roundings to bf16, each 2^-9 at most: the SwiGLU before the second matrix, each "
+        "expert's output, the result",
+    )
+
+
+def rounded_tolerance(case: Case, rounding: tuple[str, ...]) -> Tolerance:
+    """Against the reference with the same rounding of activations."""
+    return Tolerance(
+        relative=2e-2,
+        absolute=4e-2,
+        reason="where the SwiGLU differs by 2^-9 (rounded to bf16 first), about 5 % of its E4M3 values land "
+        "one step (up to 2^-3) away: sqrt(0.05) * 0.08 = 1.8e-2; leaving out the rounding altogether "
+        "would show as 3.7e-2",
+    )
+
+
+def flops(case: Case) -> int:
+    """Two operations per weight of each chosen expert and token."""
+    share = 0.5 if case.options["foreign"] else 1.0
+    s = case.sizes
+    return int(6 * s["T"] * s["K"] * s["D"] * s["I"] * share)
+
+
+def num_bytes(case: Case) -> int:
+    """The experts that are hit once (their expected number), the rows in and out."""
+    s = case.sizes
+    hit = expected_experts(s["T"], case.options["experts_hit"] or s["E"], s["K"])
+    kind = FORMATS[case.formats["weight"]]
+    expert = kind.num_bytes(2 * s["I"], s["D"]) + kind.num_bytes(s["D"], s["I"])
+    element = BITS_PER_ELEMENT[case.formats["activation"]] // 8
+    return int(hit * (expert + 2 * (2 * s["I"] + s["D"])) + 2 * s["T"] * s["D"] * element)
