@@ -1,0 +1,100 @@
+// Barriers and fences of sm_90: mbarrier objects in shared memory, named barriers, register hand-over.
+// Source: PTX ISA, "Parallel Synchronization and Communication Instructions".
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+
+namespace rose {
+
+// Build with -DROSE_WATCHDOG for check runs: a wait of more than two seconds prints who waited and traps, so
+// that a deadlock becomes a CUDA error.
+#ifdef ROSE_WATCHDOG
+constexpr bool kWatchdog = true;
+#else
+constexpr bool kWatchdog = false;
+#endif
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// After the inits and before the block-wide barrier: makes them visible to the copy engine too.
+__device__ __forceinline__ void mbarrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(barrier) : "memory");
+}
+
+// One arrival that also announces `bytes` which copies will complete.
+__device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;\n}" ::"r"(barrier),
+               "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+// Wait until the phase of the given parity has completed. A fresh barrier is in phase 0: waiting for parity 1
+// returns at once, which is how a producer passes its first round over empty stages.
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+  if constexpr (kWatchdog) {
+    uint64_t begin, now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
+    while (!mbarrier_try_wait(barrier, parity)) {
+      asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+      if (now - begin > 2000000000ull) {
+        printf("watchdog: block %d thread %d waits at shared address %u for parity %u\n", int(blockIdx.x),
+               int(threadIdx.x), barrier, parity);
+        __trap();
+      }
+    }
+  } else {
+    while (!mbarrier_try_wait(barrier, parity)) {
+    }
+  }
+}
+
+// Named barriers 1..15 (0 is __syncthreads). `threads` counts all that sync or arrive, a multiple of 32.
+__device__ __forceinline__ void named_sync(uint32_t id, uint32_t threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void named_arrive(uint32_t id, uint32_t threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Ordinary stores to shared memory before it, tensor cores and copy engine after it (and a barrier).
+__device__ __forceinline__ void fence_proxy_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Hand registers between warpgroups. LIMIT: ptxas ignores these (warning C7508) unless the kernel has
+// __launch_bounds__(threads, 1) and each role is one branch of a single if/else.
+template <int kRegisters>
+__device__ __forceinline__ void registers_grow() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void registers_shrink() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+}  // namespace rose
