@@ -1,0 +1,189 @@
+"""Cases of attention_prefill: gpt-oss prompts first, then window and page boundaries and ragged chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rose.kernels.cases import Case, Tolerance
+from rose.kernels.draw import generator, normal
+from rose.kernels.paged import draw_pages
+from rose.utils.dtypes import BITS_PER_ELEMENT, torch_dtype
+
+GPT_OSS = {"H": 64, "G": 8, "D": 64, "L": 64}
+SMALL = {"H": 4, "G": 2, "D": 64, "L": 16}
+
+
+def _case(
+    name: str,
+    chunks: Sequence[tuple[int, int]],
+    sizes: dict[str, int] = SMALL,
+    *,
+    window: int | None = None,
+    dtype: str = "float32",
+    is_strided: bool = False,
+    sink: float = 0.0,
+    **flags: Any,
+) -> Case:
+    """`chunks`: (new tokens, length with them) of each sequence; `is_strided`: q inside a wider qkv."""
+    return Case(
+        name=name,
+        sizes={**sizes, "T": sum(new for new, _ in chunks), "S": len(chunks)},
+        formats={"activation": dtype, "kv": dtype},
+        phase="prefill",
+        rows=sum(new for new, _ in chunks),
+        options={
+            "chunks": tuple(chunks),
+            "window": window,
+            "is_strided": is_strided,
+            "sink": sink,
+        },
+        **flags,
+    )
+
+
+def _timed() -> list[Case]:
+    prompts = {
+        "2048": [(2048, 2048)],
+        "8192": [(8192, 8192)],
+        "32768": [(32768, 32768)],
+        "8x1024": [(1024, 1024)] * 8,
+        "chunk_2048_of_32768": [(2048, 32768)],
+    }
+    return [
+        _case(
+            f"{kind}_{name}",
+            chunks,
+            GPT_OSS,
+            window=window,
+            dtype="bf16",
+            is_strided=True,
+            large=True,
+            timed=True,
+        )
+        for name, chunks in prompts.items()
+        for kind, window in (("full", None), ("window", 128))
+    ]
+
+
+_LENGTHS = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129)
+
+CASES = [
+    *_timed(),
+    *(_case(f"full_{n}", [(n, n)]) for n in _LENGTHS),
+    *(_case(f"window_8_of_{n}", [(n, n)], window=8) for n in (1, 7, 8, 9, 16, 17, 65)),
+    _case("window_128", [(300, 300)], window=128),
+    _case("window_of_a_page", [(65, 65)], window=16),
+    _case("chunk", [(20, 77)]),
+    _case("chunk_in_window", [(20, 177)], window=24),
+    _case("one_token_chunk", [(1, 64), (1, 65)]),
+    _case("ragged", [(1, 1), (33, 33), (5, 90), (16, 16), (2, 17), (64, 128)]),
+    _case("ragged_window", [(1, 140), (33, 33), (5, 90), (16, 160), (2, 17), (64, 128)], window=32),
+    _case("strided", [(19, 40), (7, 7)], is_strided=True),
+    _case("one_kv_head", [(21, 50)], {**SMALL, "G": 1}),
+    _case("one_query_head_each", [(21, 50)], {**SMALL, "H": 2, "G": 2}),
+    _case("head_32", [(21, 50)], {**SMALL, "D": 32}),
+    _case("sink_wins", [(21, 50)], sink=8.0),
+    _case("sink_lost", [(21, 50)], sink=-30.0),
+    _case("bf16", [(40, 100), (9, 9)], dtype="bf16"),
+    _case("bf16_gpt_oss", [(70, 200), (1, 1), (64, 64)], GPT_OSS, dtype="bf16", is_strided=True),
+    _case("bf16_gpt_oss_window", [(70, 300), (129, 129)], GPT_OSS, window=128, dtype="bf16"),
+    _case("float64", [(12, 30)], dtype="float64"),
+    _case(
+        "gpt_oss_ragged",
+        [(1, 1), (1000, 5000), (129, 129), (64, 8192), (3000, 3000)],
+        GPT_OSS,
+        dtype="bf16",
+        is_strided=True,
+        large=True,
+    ),
+    _case(
+        "gpt_oss_ragged_window",
+        [(1, 1), (1000, 5000), (129, 129), (64, 8192), (3000, 3000)],
+        GPT_OSS,
+        window=128,
+        dtype="bf16",
+        is_strided=True,
+        large=True,
+    ),
+]
+
+
+def inputs(case: Case, seed: int, device: str) -> dict[str, Any]:
+    """Draw one call; scores are a few units wide, so that the softmax is neither flat nor one-hot."""
+    source = generator(device, seed)
+    chunks, window = case.options["chunks"], case.options["window"]
+    dtype, (heads, kv_heads, head_dim) = case.formats["kv"], (case.sizes[n] for n in "HGD")
+    tokens = case.sizes["T"]
+    kv_pages, page_table_SP = draw_pages(
+        [length for _, length in chunks],
+        [length - new for new, length in chunks],
+        page_tokens=case.sizes["L"],
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        window_tokens=window,
+        dtype=dtype,
+        source=source,
+    )
+    width = heads + (2 * kv_heads if case.options["is_strided"] else 0)
+    q_THD = normal(tokens, width * head_dim, source=source, dtype=dtype, scale=2.0)
+    q_THD = q_THD[:, : heads * head_dim].unflatten(1, (heads, head_dim))
+    news = torch.tensor([0, *(new for new, _ in chunks)])
+    wide = "float64" if dtype == "float64" else "float32"
+    return {
+        "q_THD": q_THD,
+        "kv_pages": kv_pages,
+        "page_table_SP": page_table_SP,
+        "query_starts_S1": news.cumsum(0).int().to(device),
+        "lengths_S": torch.tensor([n for _, n in chunks], dtype=torch.int32, device=device),
+        "sinks_H": normal(heads, source=source, dtype=wide) + case.options["sink"],
+        "scale": head_dim**-0.5,
+        "window_tokens": window,
+        "max_query_tokens": max(new for new, _ in chunks),
+        "out_THD": torch.empty(tokens, heads, head_dim, dtype=torch_dtype(dtype), device=device),
+    }
+
+
+def tolerance(case: Case) -> Tolerance:
+    """Roundings of softmax weights and results."""
+    if case.formats["activation"] == "bf16":
+        return Tolerance(
+            relative=6e-3,
+            absolute=1.2e-2,
+            reason="softmax weights rounded to bf16 (2^-9 each) before the product with v, and one rounding of "
+            "the result; absolute against the largest output, which few keys make",
+        )
+    return Tolerance(
+        relative=3e-6,
+        absolute=2e-5,
+        reason="float32 exponentials of scores up to 20 (one part in 2^24 of the score each), sums of up to a "
+        "few hundred terms in another order",
+    )
+
+
+def _seen(new: int, length: int, window: int | None) -> int:
+    """Return how many (query, key) pairs a chunk has."""
+    first = length - new + 1
+    if window is None or length <= window:
+        return (first + length) * new // 2
+    full = max(0, window - first)  # queries that still see everything
+    return (first + window - 1) * full // 2 + (new - full) * window
+
+
+def flops(case: Case) -> int:
+    """Two products of D for each visible pair and query head."""
+    pairs = sum(_seen(n, length, case.options["window"]) for n, length in case.options["chunks"])
+    return 4 * pairs * case.sizes["H"] * case.sizes["D"]
+
+
+def num_bytes(case: Case) -> int:
+    """Queries in and out, and every reachable key and value once."""
+    s, window = case.sizes, case.options["window"]
+    keys = sum(
+        length if window is None else min(length, new + window - 1)
+        for new, length in case.options["chunks"]
+    )
+    element = BITS_PER_ELEMENT[case.formats["kv"]] // 8
+    return element * s["D"] * (2 * s["T"] * s["H"] + 2 * keys * s["G"])
