@@ -36,10 +36,23 @@ def cases_module(name: str) -> ModuleType:
 
 
 def clone(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Copy every tensor of one call, also those inside weights, so that two runs share nothing."""
+    """Copy every tensor of one call, also those inside weights, so that two runs share nothing.
+
+    Aliasing  an argument passed twice (a residual that is the output) is one tensor in the copy too.
+    """
+    copies = {id(v): v.clone() for v in arguments.values() if isinstance(v, Tensor)}
     return {
-        k: v.clone() if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in arguments.items()
+        k: copies[id(v)] if isinstance(v, Tensor) else copy.deepcopy(v)
+        for k, v in arguments.items()
     }
+
+
+def poison_outputs(operation: Operation, arguments: dict[str, Any]) -> None:
+    """Poison what a call must write, but for outputs that are an input too."""
+    inputs = {id(v) for k, v in arguments.items() if k not in operation.outputs}
+    for name in operation.outputs:
+        if isinstance(arguments[name], Tensor) and id(arguments[name]) not in inputs:
+            poison(arguments[name])
 
 
 def is_runnable(
@@ -75,11 +88,10 @@ def run_reference(
     `rounding`: the formats of `Implementation.activation_rounding`; the reference rounds there too.
     """
     reference = clone(arguments)
+    poison_outputs(operation, reference)
     for name in operation.outputs:
-        if isinstance(reference[name], Tensor):
-            poison(reference[name])
-            if reference[name].dtype == torch.bfloat16:
-                reference[name] = reference[name].float()
+        if isinstance(reference[name], Tensor) and reference[name].dtype == torch.bfloat16:
+            reference[name] = reference[name].float()
     registry.load(operation.name)
     module = importlib.import_module(f"rose.kernels.{operation.name}.reference")
     if rounding:
@@ -91,9 +103,7 @@ def run_reference(
 
 def run(operation: Operation, implementation: Implementation, arguments: dict[str, Any]) -> None:
     """Run an implementation in place on poisoned outputs, weights prepared as at load."""
-    for name in operation.outputs:
-        if isinstance(arguments[name], Tensor):
-            poison(arguments[name])
+    poison_outputs(operation, arguments)
     problems = operation.check_call(**arguments)
     assert not problems, f"case breaks its own contract: {problems}"
     if implementation.prepare is not None:
@@ -121,11 +131,12 @@ def changed_inputs(
     operation: Operation, before: dict[str, Any], after: dict[str, Any]
 ) -> list[str]:
     """Return the names of tensors that the contract does not let a call write, and that changed."""
+    written = {id(after[name]) for name in (*operation.outputs, *operation.inouts)}
     return [
         name
         for name, tensor in before.items()
         if isinstance(tensor, Tensor)
-        and name not in (*operation.outputs, *operation.inouts)
+        and id(after[name]) not in written
         and not torch.equal(_bits(tensor), _bits(after[name]))
     ]
 

@@ -27,7 +27,7 @@ def attention_decode(
 ) -> None:
     """Gather the columns that any token may see, mask, softmax with the sink as one more column."""
     wide = torch.float64 if q_SHD.dtype == torch.float64 else torch.float32
-    num_sequences, num_heads, head_dim = q_SHD.shape
+    num_sequences = q_SHD.shape[0]
     num_kv_heads, page_tokens = kv_pages.shape[2:4]
     length_S1 = lengths_S.long().unsqueeze(1)
     num_columns = min(ceil_div(max_length, page_tokens), page_table_SP.shape[1])
