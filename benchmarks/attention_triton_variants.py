@@ -14,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
-from rose.kernels import registry  # noqa: E402
+from rose.kernels import registry
 
 for name in ("attention_decode", "attention_prefill"):
     registry.load(name)
