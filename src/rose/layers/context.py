@@ -7,8 +7,10 @@ prefill sequences with their chunks. Attention splits there; everything else tre
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:  # the names of the layer kinds are read by the scheduler, which knows no torch
+    from torch import Tensor
 
 FULL = "full"
 WINDOW = "window"
@@ -21,7 +23,7 @@ class KindContext:
     """Where the KV of one layer kind is.
 
     Shapes   S sequences (decode first), P page-table columns, T new tokens
-             page_table_SP  int32; unused and freed entries are -1
+             page_table_SP  int32; entries past the length and behind the window hold any page or -1
              slots_T        int64: page * page_tokens + offset, where the new token's k and v go; -1: nowhere
     """
 

@@ -9,7 +9,10 @@ from rose.protocol.sampling_params import SamplingParams
 
 @dataclass(slots=True, kw_only=True)
 class PlanEntry:
-    """The share of one sequence in a step."""
+    """The share of one sequence in a step.
+
+    Aliasing  entries of decoding sequences are reused: they hold until the next `schedule`.
+    """
 
     slot: int
     """Row of the runner's per-sequence device tables; a sequence keeps it while it runs."""
@@ -23,7 +26,8 @@ class PlanEntry:
     is_last_chunk: bool
     """Whether a token is sampled after it (false only inside a chunked prompt)."""
     new_pages: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-    """Layer kind -> (page-table column, page) to write before the step; page -1: the column is freed."""
+    """Layer kind -> (page-table column, page) to write before the step. Columns behind the window keep the
+    ids of freed pages: nothing reads them."""
     sampling: SamplingParams | None = None
     """Set when is_new: parameters with the seed filled in."""
 
@@ -35,6 +39,10 @@ class StepPlan:
     step: int
     decode: list[PlanEntry]
     prefill: list[PlanEntry]
+    sample_slots: list[int]
+    """Slots that sample a token after the step, in the order of the entries."""
+    max_length: int
+    """Tokens of the longest sequence of the step, the new ones included."""
 
     @property
     def num_tokens(self) -> int:

@@ -1,0 +1,40 @@
+"""What came of a step: sampled tokens -> sequences, finish reasons, events. No device, no planning."""
+
+from __future__ import annotations
+
+from rose.engine.scheduler import Flight, Scheduler
+from rose.engine.sequence import Sequence, SequenceState
+from rose.protocol.event import FinishedEvent, FinishReason, FromEngine, TokensEvent
+from rose.runtime.plan import StepResult
+
+
+def commit(scheduler: Scheduler, flight: Flight, result: StepResult) -> list[FromEngine]:
+    """Append the tokens of a step and end the sequences that are done.
+
+    A sequence that ended while the step was in flight (stop token one step before, abort) is skipped: its
+    token is the one that overlapping gives away.
+
+    Returns  events in the order of the step, a FinishedEvent right after the last tokens of its request
+    """
+    assert flight.step == result.step, f"step {result.step} is committed in place of {flight.step}"
+    events: list[FromEngine] = []
+    tokens_of = result.token_ids
+    for slot, sequence in zip(flight.slots, flight.sequences, strict=True):
+        if sequence.state is SequenceState.FINISHED:
+            continue
+        taken, reason = sequence.append(tokens_of[slot])
+        events.append(TokensEvent(request_id=sequence.request_id, token_ids=taken))
+        if reason is not None:
+            scheduler.finish(sequence)
+            events.append(finished(sequence, reason))
+    return events
+
+
+def finished(sequence: Sequence, reason: FinishReason) -> FinishedEvent:
+    """Return the last event of a request."""
+    return FinishedEvent(
+        request_id=sequence.request_id,
+        reason=reason,
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        num_output_tokens=sequence.num_output_tokens,
+    )

@@ -1,0 +1,223 @@
+"""Who runs in the next step, with how many tokens and on which pages. No torch, no device, no events.
+
+First come, first served: decoding sequences take one token each, then prompts fill the rest of the budget in
+chunks, then waiting requests enter. When pages run out the youngest sequence is preempted: it gives up its
+pages and is computed anew later. The oldest therefore always goes on, so everyone ends. `schedule` may be
+called for step n+1 before step n is committed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from rose.cache.table import PageTable, PageUpdates
+from rose.config.scheduler import SchedulerConfig
+from rose.engine.sequence import Sequence, SequenceState
+from rose.runtime.plan import PlanEntry, StepPlan
+
+_NO_PAGES: PageUpdates = {}
+
+
+class Flight:
+    """A step that was planned and not yet committed: who samples, in the plan's order."""
+
+    __slots__ = ("sequences", "slots", "step")
+
+    def __init__(self, step: int, slots: list[int], sequences: list[Sequence]) -> None:
+        self.step, self.slots, self.sequences = step, slots, sequences
+
+
+class Scheduler:
+    """Owns the queues, the slots and the pages of all sequences."""
+
+    def __init__(self, config: SchedulerConfig, table: PageTable) -> None:
+        self.config = config
+        self.table = table
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        """In the order of admission; the last is the first to be preempted."""
+        self.flights: deque[Flight] = deque()
+        self.num_preemptions = 0
+        self._free_slots = list(range(config.max_sequences - 1, -1, -1))
+        self._step = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a call of `schedule` or a commit is still to come."""
+        return bool(self.running or self.waiting or self.flights)
+
+    @property
+    def is_queue_full(self) -> bool:
+        """Whether another request must be refused."""
+        return len(self.waiting) >= self.config.max_waiting
+
+    def add(self, sequence: Sequence) -> None:
+        """Put a request at the end of the queue."""
+        self.waiting.append(sequence)
+
+    def schedule(self) -> StepPlan | None:
+        """Plan the next step, or return None where nobody can run before a commit.
+
+        Aliasing  the plan's decode entries are reused by the next call
+        """
+        self._free_dead_pages()
+        flight = Flight(self._step, [], [])
+        preemptions = self.num_preemptions
+        decode, longest = self._plan_decode(flight)
+        limit = self.config.max_step_tokens
+        if decode:
+            limit = min(limit, self.config.max_mixed_tokens)
+        prefill: list[PlanEntry] = []
+        budget = limit - len(decode)
+        is_prompt_left = False
+        for sequence in self.running:
+            if sequence.num_scheduled < sequence.prefill_end:
+                budget -= self._plan_chunk(sequence, budget, flight, prefill)
+                is_prompt_left |= sequence.num_scheduled < sequence.prefill_end
+        if self.num_preemptions == preemptions and not is_prompt_left:
+            self._admit(budget, flight, prefill)
+        if not decode and not prefill:
+            return None
+        self.flights.append(flight)
+        self._step += 1
+        longest = max([longest] + [e.start_position + e.num_tokens for e in prefill])
+        return StepPlan(
+            step=flight.step,
+            decode=decode,
+            prefill=prefill,
+            sample_slots=flight.slots,
+            max_length=longest,
+        )
+
+    def _free_dead_pages(self) -> None:
+        """Free what no later token sees, before anyone allocates."""
+        for sequence in self.running:
+            if sequence.num_scheduled >= sequence.pages.free_position:
+                self.table.free_behind(sequence.pages, sequence.num_scheduled)
+
+    def _plan_decode(self, flight: Flight) -> tuple[list[PlanEntry], int]:
+        """Give every decoding sequence its token; return the entries and the greatest length."""
+        entries: list[PlanEntry] = []
+        slots, sequences, running = flight.slots, flight.sequences, self.running
+        longest = i = 0
+        while i < len(running):
+            sequence = running[i]
+            i += 1
+            length = sequence.num_tokens
+            position = sequence.num_scheduled
+            # Not decoding yet, or its last token is in flight and needs no successor.
+            if position < sequence.prefill_end or length >= sequence.max_length:
+                continue
+            entry = sequence.decode_entry
+            if position >= sequence.pages.capacity_tokens:
+                updates = self._grow_or_preempt(sequence, length)
+                if updates is None:
+                    continue
+                entry.new_pages = updates
+            elif entry.new_pages:
+                entry.new_pages = _NO_PAGES
+            entry.start_position = position
+            sequence.num_scheduled = length
+            sequence.num_tokens = length + 1
+            sequence.num_pending += 1
+            if length > longest:
+                longest = length
+            entries.append(entry)
+            slots.append(sequence.slot)
+            sequences.append(sequence)
+        return entries, longest
+
+    def _grow_or_preempt(self, sequence: Sequence, num_tokens: int) -> PageUpdates | None:
+        """Make room by preempting the youngest; None: the sequence itself had to go."""
+        while True:
+            updates = self.table.grow(sequence.pages, num_tokens)
+            if updates is not None:
+                return updates
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return None
+
+    def _preempt(self, victim: Sequence) -> None:
+        self.num_preemptions += 1
+        self._release(victim)
+        victim.stop_running(SequenceState.WAITING)
+        self.waiting.appendleft(victim)
+
+    def _plan_chunk(
+        self,
+        sequence: Sequence,
+        budget: int,
+        flight: Flight,
+        prefill: list[PlanEntry],
+        *,
+        is_new: bool = False,
+    ) -> int:
+        """Append the next chunk of a prompt, as far as budget and pages reach; return its tokens.
+
+        Without a page the sequence keeps what it has and sits the step out: a prompt in progress is the
+        youngest that runs, so nobody younger could be preempted for it.
+        """
+        start = sequence.num_scheduled
+        end = min(sequence.prefill_end, start + budget)
+        end = self.table.reachable_tokens(sequence.pages, end)
+        if end <= start:
+            return 0
+        updates = self.table.grow(sequence.pages, end)
+        assert updates is not None, "reachable tokens are not reachable"
+        is_last = end == sequence.prefill_end
+        prefill.append(
+            PlanEntry(
+                slot=sequence.slot,
+                is_new=is_new,
+                start_position=start,
+                token_ids=sequence.token_ids[start:end],
+                num_tokens=end - start,
+                is_last_chunk=is_last,
+                new_pages=updates,
+                sampling=sequence.sampling if is_new else None,
+            )
+        )
+        sequence.num_scheduled = end
+        if is_last:
+            sequence.num_tokens += 1
+            sequence.num_pending += 1
+            flight.slots.append(sequence.slot)
+            flight.sequences.append(sequence)
+        return end - start
+
+    def _admit(self, budget: int, flight: Flight, prefill: list[PlanEntry]) -> None:
+        """Let waiting requests in, in their order, while budget, slots and pages last."""
+        while budget > 0 and self.waiting and self._free_slots:
+            sequence = self.waiting[0]
+            # A prompt enters when the whole of it fits and each running sequence could take one more page:
+            # otherwise it would stop half way, or be preempted soon after.
+            if sequence.num_pending or not self.table.has_room(
+                sequence.num_tokens, spare_pages=len(self.running)
+            ):
+                return
+            pages = self.table.open()
+            if self.table.reachable_tokens(pages, 1) < 1:
+                return
+            self.waiting.popleft()
+            sequence.start(self._free_slots.pop(), pages)
+            self.running.append(sequence)
+            budget -= self._plan_chunk(sequence, budget, flight, prefill, is_new=True)
+            if sequence.num_scheduled < sequence.prefill_end:
+                return
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it is; what it has in flight will be ignored."""
+        if sequence.state is SequenceState.RUNNING:
+            self._release(sequence)
+        else:
+            self.waiting.remove(sequence)
+        sequence.stop_running(SequenceState.FINISHED)
+
+    def _release(self, sequence: Sequence) -> None:
+        if self.running[-1] is sequence:
+            self.running.pop()
+        else:
+            self.running.remove(sequence)
+        self._free_slots.append(sequence.slot)
+        self.table.close(sequence.pages)

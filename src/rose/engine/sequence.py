@@ -1,0 +1,107 @@
+"""One request inside the engine: a small state machine. Knows no batch, no device and no queue."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from rose.cache.table import SequencePages
+from rose.protocol.event import FinishReason
+from rose.protocol.request import Request
+from rose.protocol.sampling_params import SamplingParams
+from rose.runtime.plan import PlanEntry
+
+
+class SequenceState(Enum):
+    """WAITING -> RUNNING -> FINISHED, with RUNNING -> WAITING when preempted."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+class Sequence:
+    """Tokens and progress of one request.
+
+    `num_tokens` counts the tokens that exist, the sampled ones that are still on the device included;
+    `num_scheduled` counts those whose KV is computed or being computed. Below `prefill_end` the sequence
+    prefills; from there on it decodes, and the token to compute is the last sampled one.
+    """
+
+    __slots__ = (
+        "decode_entry",
+        "max_length",
+        "num_pending",
+        "num_prompt_tokens",
+        "num_scheduled",
+        "num_tokens",
+        "pages",
+        "prefill_end",
+        "request_id",
+        "sampling",
+        "slot",
+        "state",
+        "stop_ids",
+        "token_ids",
+    )
+
+    def __init__(self, request: Request, sampling: SamplingParams) -> None:
+        self.request_id = request.request_id
+        self.sampling = sampling
+        """With the seed filled in."""
+        self.stop_ids = frozenset(request.stop_token_ids)
+        self.token_ids = list(request.prompt_token_ids)
+        """Prompt and output, as far as the host knows it."""
+        self.num_prompt_tokens = len(self.token_ids)
+        self.max_length = self.num_prompt_tokens + request.max_tokens
+        self.num_tokens = self.num_prompt_tokens
+        self.num_pending = 0
+        """Sampled tokens that the host does not know yet."""
+        self.num_scheduled = 0
+        self.prefill_end = 0
+        """Tokens known when it began to run: the prompt, after a preemption the output too."""
+        self.state = SequenceState.WAITING
+        self.slot = -1
+        self.pages: SequencePages | None = None
+        self.decode_entry: PlanEntry | None = None
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated, as far as the host knows."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def start(self, slot: int, pages: SequencePages) -> None:
+        """Begin to run, or run again after a preemption, from the first token."""
+        assert self.state is SequenceState.WAITING, f"{self.request_id} starts while {self.state}"
+        assert self.num_pending == 0, f"{self.request_id} starts before its last token is known"
+        self.state = SequenceState.RUNNING
+        self.slot, self.pages = slot, pages
+        self.num_scheduled, self.prefill_end = 0, self.num_tokens
+        self.decode_entry = PlanEntry(
+            slot=slot,
+            is_new=False,
+            start_position=0,
+            token_ids=None,
+            num_tokens=1,
+            is_last_chunk=True,
+        )
+
+    def stop_running(self, state: SequenceState) -> None:
+        """Give up slot and pages (the scheduler has freed them) to wait again or for good."""
+        assert self.state is not SequenceState.FINISHED, f"{self.request_id} ends twice"
+        self.state = state
+        self.slot, self.pages, self.decode_entry = -1, None, None
+        self.num_scheduled = 0
+
+    def append(self, token_ids: list[int]) -> tuple[list[int], FinishReason | None]:
+        """Take the tokens sampled in one step, up to the first that ends the request.
+
+        Returns  the tokens taken and why the request ends, or None
+        """
+        self.num_pending -= 1
+        for i, token in enumerate(token_ids):
+            self.token_ids.append(token)
+            if token in self.stop_ids:
+                return token_ids[: i + 1], "stop"
+            if len(self.token_ids) >= self.max_length:
+                return token_ids[: i + 1], "length"
+        return token_ids, None
