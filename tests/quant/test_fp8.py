@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rose.kernels.formats import FP8_BLOCK, MXFP4, FormattedTensor, decode
 from rose.quant import fp8
 
-CASES = Path(__file__).parents[1] / "data" / "cases"
+CASES = Path(__file__).parents[1] / "data" / "handed.jsonl"
 
 
 def test_rounding_of_e4m3_is_to_the_nearest_even():
@@ -66,7 +66,8 @@ def test_small_tiles_keep_their_scale_and_zero_tiles_have_one():
 
 def test_scale_shapes_of_sizes_that_128_does_not_divide():
     """The case cfg-fp8-scale-shapes; its sizes, and that zero padding leaves amax alone."""
-    case = json.loads((CASES / "cfg-fp8-scale-shapes.json").read_text())
+    lines = map(json.loads, CASES.read_text().splitlines())
+    case = next(c for c in lines if c["id"] == "cfg-fp8-scale-shapes")
     for name, shape in case["input"]["weights"].items():
         expected = tuple(case["expected"]["scale_shapes"][name])
         assert FP8_BLOCK.scale_shape(*shape) == expected
