@@ -30,7 +30,9 @@ def sample(
              min_p_S        float32 in [0, 1]: tokens under min_p * largest probability are left out
              seed_S         int64;  position_S int64: index of the token in its sequence
              tokens_S       int64
-    Units    filters apply to softmax(logits / temperature), in the order top_k, top_p, min_p
+    Units    filters apply to softmax(logits / temperature), in the order top_k, top_p, min_p; top_p counts
+             probability among what top_k kept (it is renormalised, as users of other engines expect);
+             a row of temperature 0 is not filtered
              is_filtered False promises that no row filters (top_k 0, top_p 1, min_p 0): one pass suffices
     Aliasing writes tokens_S
     Source   Gumbel-max: argmax over kept ids of logits / temperature - log(-log(u)), with

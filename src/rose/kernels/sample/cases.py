@@ -1,0 +1,148 @@
+"""Cases of sample: gpt-oss vocabularies first, then each filter, ties, banned ids and wide seeds.
+
+Tokens compare exactly. Another order of float32 operations moves a score by parts in a million, and the
+best two of a row are closer than that about once in a million rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rose.kernels.cases import EXACT, Case, Tolerance
+from rose.kernels.draw import generator, normal
+from rose.utils.dtypes import BITS_PER_ELEMENT
+
+GPT_OSS_VOCAB = 201088
+GPT_OSS_IDS = 200019
+"""Rows of the head from here on are no tokens."""
+
+
+def _case(
+    name: str,
+    rows: int,
+    vocab: int,
+    *,
+    logits: str = "float32",
+    filters: str = "none",
+    temperature: float | None = 1.0,
+    is_tied: bool = False,
+    banned: str = "tail",
+    **flags: Any,
+) -> Case:
+    """`filters`: none, top_k, top_p, min_p or mixed; `temperature` None: a different one per row, some 0;
+    `is_tied`: logits are small integers; `banned`: none, tail or all_but_one."""
+    return Case(
+        name=name,
+        sizes={"V": vocab, "S": rows},
+        formats={"logits": logits},
+        phase="decode",
+        rows=rows,
+        options={
+            "filters": filters,
+            "temperature": temperature,
+            "is_tied": is_tied,
+            "banned": banned,
+        },
+        **flags,
+    )
+
+
+_KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "plain": {},
+    "mixed": {"filters": "mixed", "temperature": None},
+}
+
+CASES = [
+    *(
+        _case(f"gpt_oss_{kind}_{rows}", rows, GPT_OSS_VOCAB, large=True, timed=True, **options)
+        for kind, options in _KINDS.items()
+        for rows in (1, 8, 32, 128)
+    ),
+    *(_case(f"rows_{rows}", rows, 300) for rows in (1, 63, 64, 65, 129)),
+    *(_case(f"vocab_{v}", 9, v, temperature=None) for v in (2, 50, 1023, 1024, 1025)),
+    *(_case(f, 40, 500, filters=f) for f in ("top_k", "top_p", "min_p", "mixed")),
+    _case("greedy", 20, 1000, temperature=0.0),
+    _case("greedy_ties", 40, 64, temperature=0.0, is_tied=True),
+    _case("greedy_ignores_filters", 40, 64, temperature=0.0, filters="mixed"),
+    _case("temperatures", 64, 400, temperature=None),
+    _case("ties_filtered", 60, 40, is_tied=True, filters="mixed"),
+    _case("all_but_one_banned", 10, 100, banned="all_but_one", filters="mixed", temperature=None),
+    _case("nothing_banned", 10, 100, banned="none"),
+    _case("bf16", 40, 600, logits="bf16", temperature=None, filters="mixed"),
+    _case("one_gpt_oss_row", 1, GPT_OSS_VOCAB, filters="mixed", temperature=None),
+]
+
+
+def _logits(case: Case, source: torch.Generator) -> Tensor:
+    rows, vocab = case.sizes["S"], case.sizes["V"]
+    logits_SV = normal(rows, vocab, source=source, dtype=case.formats["logits"], scale=2.0)
+    if case.options["is_tied"]:
+        logits_SV = logits_SV.round()
+    if case.options["banned"] == "tail":
+        logits_SV[:, max(1, vocab * GPT_OSS_IDS // GPT_OSS_VOCAB) :] = -torch.inf
+    elif case.options["banned"] == "all_but_one":
+        only_S1 = torch.randint(vocab, (rows, 1), generator=source, device=source.device)
+        only = torch.full_like(logits_SV, -torch.inf)
+        logits_SV = only.scatter_(1, only_S1, logits_SV.gather(1, only_S1))
+    return logits_SV
+
+
+def _filters(kind: str, rows: int, source: torch.Generator) -> dict[str, Tensor]:
+    """Return top_k, top_p and min_p; `mixed` gives each row any combination of the three."""
+    device = source.device
+    is_on_3S = torch.zeros(3, rows, dtype=torch.bool, device=device)
+    if kind == "mixed":
+        is_on_3S = torch.rand(3, rows, generator=source, device=device) < 0.5
+    elif kind != "none":
+        is_on_3S[("top_k", "top_p", "min_p").index(kind)] = True
+    top_k_S = torch.randint(1, 50, (rows,), generator=source, device=device, dtype=torch.int32)
+    top_p_S = torch.rand(rows, generator=source, device=device).clamp_min(0.05)
+    min_p_S = torch.rand(rows, generator=source, device=device) * 0.5
+    return {
+        "top_k_S": top_k_S.masked_fill(~is_on_3S[0], 0),
+        "top_p_S": top_p_S.masked_fill(~is_on_3S[1], 1.0),
+        "min_p_S": min_p_S.masked_fill(~is_on_3S[2], 0.0),
+    }
+
+
+def inputs(case: Case, seed: int, device: str) -> dict[str, Any]:
+    """Draw one call; seeds fill all 64 bits."""
+    source = generator(device, seed)
+    rows, temperature = case.sizes["S"], case.options["temperature"]
+    logits_SV = _logits(case, source)
+    if temperature is None:
+        temperature_S = torch.rand(rows, generator=source, device=device) * 2 + 0.05
+        temperature_S[::5] = 0.0
+    else:
+        temperature_S = torch.full((rows,), float(temperature), device=device)
+    low, high = -(1 << 62), 1 << 62
+    return {
+        "logits_SV": logits_SV,
+        "temperature_S": temperature_S,
+        **_filters(case.options["filters"], rows, source),
+        "seed_S": torch.randint(low, high, (rows,), generator=source, device=device) * 2,
+        "position_S": torch.randint(131072, (rows,), generator=source, device=device),
+        "is_filtered": case.options["filters"] != "none",
+        "tokens_S": torch.empty(rows, dtype=torch.int64, device=device),
+    }
+
+
+def tolerance(case: Case) -> Tolerance:
+    """Tokens are equal or wrong."""
+    return EXACT
+
+
+def flops(case: Case) -> int:
+    """About thirty integer and float operations per entry for hash and logarithms; none for greedy."""
+    per_entry = 1 if case.options["temperature"] == 0.0 else 30
+    return per_entry * case.sizes["S"] * case.sizes["V"]
+
+
+def num_bytes(case: Case) -> int:
+    """The logits once."""
+    element = BITS_PER_ELEMENT[case.formats["logits"]] // 8
+    return case.sizes["S"] * case.sizes["V"] * element
