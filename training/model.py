@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from rose.models.gpt_oss.config import GptOssConfig
-from rose.quant.mxfp4 import fake_quantize
+from rose.quant.mxfp4 import encode
+
+
+def fake_quantize(w: Tensor) -> Tensor:
+    """Round to MXFP4 going forward; the gradient passes as if nothing had been rounded."""
+    with torch.no_grad():
+        rounding = encode(w).to_float() - w
+    return w + rounding
 
 
 def yarn_frequencies(config: GptOssConfig) -> tuple[Tensor, float]:
@@ -52,11 +59,19 @@ class Block(nn.Module):
         self.o_proj, self.o_bias = normal(hidden, q, scale=0.5), zeros(hidden)
         self.sinks = zeros(config.num_q_heads)
         self.router, self.router_bias = normal(experts, hidden), zeros(experts)
-        self.gate_up_proj, self.gate_up_bias = normal(experts, 2 * inner, hidden), zeros(experts, 2 * inner)
-        self.down_proj, self.down_bias = normal(experts, hidden, inner, scale=0.5), zeros(experts, hidden)
+        self.gate_up_proj, self.gate_up_bias = (
+            normal(experts, 2 * inner, hidden),
+            zeros(experts, 2 * inner),
+        )
+        self.down_proj, self.down_bias = (
+            normal(experts, hidden, inner, scale=0.5),
+            zeros(experts, hidden),
+        )
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps) * weight
+        return (
+            x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps) * weight
+        )
 
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         config = self.config
@@ -77,7 +92,9 @@ class Block(nn.Module):
         score = q @ k.transpose(-1, -2) / math.sqrt(config.head_dim)
         place = torch.arange(tokens, device=x.device)
         distance = place[:, None] - place[None, :]
-        seen = (distance >= 0) if self.window is None else (distance >= 0) & (distance < self.window)
+        seen = (
+            (distance >= 0) if self.window is None else (distance >= 0) & (distance < self.window)
+        )
         score = score.masked_fill(~seen, float("-inf"))
         sink = self.sinks.view(1, -1, 1, 1).expand(batch, -1, tokens, 1)
         weight = torch.cat([score, sink], -1).softmax(-1)[..., :-1]
