@@ -1,0 +1,90 @@
+"""An engine on synthetic weights of real shapes, made on the device from a seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from rose.config.cache import CacheConfig
+from rose.config.engine import EngineConfig, KernelsConfig
+from rose.config.quant import QuantConfig
+from rose.config.scheduler import SchedulerConfig
+from rose.engine.engine import LLMEngine
+from rose.models.gpt_oss.config import GptOssConfig, alternating_windows, published
+from rose.models.gpt_oss.synthetic import synthetic_model
+from rose.utils.device import DeviceFacts, detect
+
+SIZES = ("20b", "120b", "tiny")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSetup:
+    """What one bench run serves."""
+
+    size: str
+    config: EngineConfig
+    model_config: GptOssConfig
+    device: DeviceFacts
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Name of the serving configuration, for the result lines."""
+        quant = self.config.quant
+        return f"weights={quant.weights} activations={quant.activations} kv={quant.kv}"
+
+
+def setup(
+    *,
+    size: str,
+    weights: str,
+    device: str,
+    only: dict[str, str],
+    seed: int = 0,
+    num_layers: int | None = None,
+    kv_tokens: int | None = None,
+    max_step_tokens: int = 16384,
+    use_graphs: bool = True,
+) -> BenchSetup:
+    """Compose and resolve the configuration of a bench run."""
+    facts = detect(device)
+    model_config = tiny() if size == "tiny" else published(size)
+    if num_layers is not None:
+        model_config = replace(
+            model_config,
+            num_layers=num_layers,
+            window_tokens=model_config.window_tokens[:num_layers],
+        )
+    config = EngineConfig(
+        model=f"synthetic gpt-oss-{size}",
+        device=device,
+        use_graphs=use_graphs,
+        quant=QuantConfig(weights=weights),
+        cache=CacheConfig(kv_tokens=kv_tokens),
+        scheduler=SchedulerConfig(max_step_tokens=max_step_tokens),
+        kernels=KernelsConfig(only=only),
+    ).resolve(facts, checkpoint_format="mxfp4")
+    return BenchSetup(size=size, config=config, model_config=model_config, device=facts, seed=seed)
+
+
+def tiny() -> GptOssConfig:
+    """A shape that a CPU runs in milliseconds, to try the bench itself."""
+    return GptOssConfig(
+        architecture="gpt_oss",
+        vocab_size=512,
+        hidden_size=160,
+        num_layers=4,
+        num_q_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        num_experts=8,
+        experts_per_token=4,
+        intermediate_size=160,
+        context_tokens=131072,
+        window_tokens=alternating_windows(4, 128),
+    )
+
+
+def build(bench: BenchSetup) -> LLMEngine:
+    """Make the model on the device and the engine around it."""
+    model = synthetic_model(bench.model_config, bench.config, bench.device, seed=bench.seed)
+    return LLMEngine.from_model(model, bench.config)
