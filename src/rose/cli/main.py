@@ -42,6 +42,7 @@ COMMANDS: dict[str, Entry] = {
     "inspect": Entry("rose.cli.inspect:inspect", "Show what a checkpoint holds and needs."),
     "convert": Entry("rose.cli.convert:convert", "Convert a checkpoint to another format."),
     "synth": Entry("rose.cli.synth:synth", "Write a synthetic checkpoint with real shapes."),
+    "bench": Entry("rose.cli.bench:bench", "Measure prefill and decode on synthetic weights."),
     "kernels": Entry("rose.cli.kernels:kernels", "List, explain, check and time kernels."),
     "env": Entry("rose.cli.env:env", "Print versions, devices and usable kernels."),
 }
