@@ -76,6 +76,26 @@ def _edges() -> list[Case]:
         _case("20b_width", 3, {**GPT_OSS_20B, "E": 2, "K": 1}),
         _case("20b_prefill_fp8", 2000, GPT_OSS_20B, weight="fp8_block", large=True),
         _case("120b_prefill_foreign", 3000, GPT_OSS_120B, foreign=True, large=True),
+        *(
+            _case(f"fp8_prefill_rows_{t}", t, SMALL_RAGGED, weight="fp8_block", phase="prefill")
+            for t in (1, 65, 129)
+        ),
+        _case(
+            "fp8_prefill_empty_experts",
+            70,
+            {**SMALL_RAGGED, "E": 16},
+            weight="fp8_block",
+            experts_hit=3,
+            phase="prefill",
+        ),
+        _case(
+            "fp8_prefill_foreign",
+            40,
+            SMALL_RAGGED,
+            weight="fp8_block",
+            foreign=True,
+            phase="prefill",
+        ),
         _case("20b_skewed", 4096, GPT_OSS_20B, experts_hit=5, large=True),
     ]
     return cases
