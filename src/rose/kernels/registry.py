@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -143,6 +144,29 @@ class Implementation:
         return self.limits(sizes)
 
 
+def call_problems(operation: Operation, arguments: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with one call: shapes against the letters of the contract, then `check_call`.
+
+    `q_THD` has three axes and its T is that of `out_THD`; `query_starts_S1` has S + 1 entries.
+    """
+    problems: list[str] = []
+    sizes: dict[str, tuple[int, str]] = {}
+    for name, value in arguments.items():
+        shape = getattr(value, "shape", None)
+        axes = re.findall("[A-Z]1?", name.rsplit("_", 1)[-1])
+        if shape is None or not axes or "".join(axes) != name.rsplit("_", 1)[-1]:
+            continue
+        if len(shape) != len(axes):
+            problems.append(f"{name} has shape {list(shape)}, needs {len(axes)} axes")
+            continue
+        for axis, found in zip(axes, shape, strict=True):
+            length = found - 1 if axis.endswith("1") else found
+            known, where = sizes.setdefault(axis[0], (length, name))
+            if known != length:
+                problems.append(f"{axis[0]} is {known} in {where}, but {length} in {name}")
+    return problems or operation.check_call(**arguments)
+
+
 _operations: dict[str, Operation] = {}
 _implementations: dict[str, dict[str, Implementation]] = {}
 _absent: dict[str, list[str]] = {}
@@ -229,10 +253,20 @@ def implementations(name: str) -> list[Implementation]:
 class BoundOperation:
     """The table of one operation in one model: regime -> implementation, with prepared weights."""
 
-    def __init__(self, operation: Operation, table: dict[Regime, Implementation]) -> None:
+    def __init__(
+        self,
+        operation: Operation,
+        table: dict[Regime, Implementation],
+        *,
+        check_calls: bool = False,
+    ) -> None:
         self.operation = operation
         self.table = table
-        self._calls: dict[Regime, Callable[..., None]] = {r: i.function for r, i in table.items()}
+        self._check_calls = check_calls
+        self._calls = {r: self._checked(i.function) for r, i in table.items()}
+
+    def _checked(self, function: Callable[..., None]) -> Callable[..., None]:
+        return _with_checks(self.operation, function) if self._check_calls else function
 
     def prepare(self, weights: Any) -> int:
         """Relayout `weights` for each implementation in the table; return the bytes now held.
@@ -245,7 +279,7 @@ class BoundOperation:
                 build = implementation.prepare
                 prepared[build] = weights if build is None else build(weights)
             self._calls[regime] = _with_weights(
-                implementation.function, prepared[implementation.prepare]
+                self._checked(implementation.function), prepared[implementation.prepare]
             )
         return sum(int(w.num_bytes) for w in prepared.values())
 
@@ -270,6 +304,19 @@ def _with_weights(function: Callable[..., None], weights: Any) -> Callable[..., 
     return call
 
 
+def _with_checks(operation: Operation, function: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(function)
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        arguments = signature.bind(*args, **kwargs).arguments
+        problems = call_problems(operation, arguments)
+        if problems:
+            raise ContractError(f"{operation.name}: " + "; ".join(problems))
+        function(*args, **kwargs)
+
+    return call
+
+
 def bind(
     name: str,
     *,
@@ -278,10 +325,12 @@ def bind(
     device: DeviceFacts = CPU,
     regimes: tuple[Regime, ...] = REGIMES,
     only: Mapping[str, str] | None = None,
+    check_calls: bool = False,
 ) -> BoundOperation:
     """Choose one implementation per regime: the highest band that accepts formats, sizes and device.
 
     `only` forces implementations by operation name (config `kernels.only`), e.g. {"gemm": "reference"}.
+    `check_calls`: every call is held against the contract first (config `kernels.check_calls`).
 
     Raises  ContractError listing every refused candidate and why.
     """
@@ -306,7 +355,7 @@ def bind(
             refused.append(f"{implementation.name}: {reason}")
         else:
             raise ContractError(f"{name} ({regime}): nothing can run; " + "; ".join(refused))
-    return BoundOperation(operation, table)
+    return BoundOperation(operation, table, check_calls=check_calls)
 
 
 def explain(

@@ -1,0 +1,68 @@
+"""What every layer is built with: formats, ranks, device and kernel choices, in one object.
+
+Layers bind their operations through it when they are built, so that it can print what runs where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from rose.config.engine import KernelsConfig
+from rose.config.quant import QuantConfig
+from rose.kernels import registry
+from rose.kernels.registry import BoundOperation
+from rose.parallel.group import ParallelGroup
+from rose.parallel.single import SingleGroup
+from rose.utils.device import CPU, DeviceFacts
+from rose.utils.dtypes import torch_dtype
+
+
+class LayerBuild:
+    """Resolved formats, the group that shares the weights, the device, and overrides of kernels."""
+
+    def __init__(
+        self,
+        *,
+        quant: QuantConfig,
+        group: ParallelGroup | None = None,
+        device: DeviceFacts = CPU,
+        kernels: KernelsConfig | None = None,
+    ) -> None:
+        """Take a resolved `quant`: nothing in it is "auto"."""
+        assert "auto" not in (quant.activations, quant.kv), "quant must be resolved first"
+        self.quant = quant
+        self.group = group or SingleGroup()
+        self.device = device
+        self.kernels = kernels or KernelsConfig()
+        self.weight_bytes = 0
+        """Held by all layers built so far, relayouts included."""
+        self._table: dict[tuple[str, str, str], None] = {}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations."""
+        return torch_dtype(self.quant.activations)
+
+    def bind(
+        self, name: str, *, sizes: Mapping[str, int], weight: str | None = None
+    ) -> BoundOperation:
+        """Choose the kernels of an operation for these sizes; `weight` names its weights' format."""
+        formats = {"activation": self.quant.activations, "kv": self.quant.kv}
+        if weight is not None:
+            formats["weight"] = weight
+        bound = registry.bind(
+            name,
+            formats=formats,
+            sizes=sizes,
+            device=self.device,
+            only=self.kernels.only,
+            check_calls=self.kernels.check_calls,
+        )
+        self._table.update(dict.fromkeys(bound.rows()))
+        return bound
+
+    def kernel_table(self) -> list[tuple[str, str, str]]:
+        """Return (operation, regime, implementation) of everything bound, without repeats."""
+        return list(self._table)

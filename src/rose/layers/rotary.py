@@ -1,0 +1,60 @@
+"""The table of rotary angles with YaRN scaling, made once and shared by all layers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Yarn:
+    """YaRN without truncation: its bounds are not rounded to whole frequencies.
+
+    Units    theta: base of the frequencies; factor: context over original context; beta_fast, beta_slow:
+             turns over the original context above which a frequency is kept, below which it is divided
+    Source   YaRN (arXiv 2309.00071), sections 3.2 to 3.4; gpt-oss model card
+    """
+
+    head_dim: int
+    theta: float
+    factor: float
+    original_tokens: int
+    beta_fast: float
+    beta_slow: float
+
+    @property
+    def concentration(self) -> float:
+        """What cos and sin are multiplied by."""
+        return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+    def bound(self, turns: float) -> float:
+        """Return the (fractional) index of the frequency that turns so often over the original context."""
+        angle = self.original_tokens / (turns * 2 * math.pi)
+        return self.head_dim / 2 * math.log(angle) / math.log(self.theta)
+
+    def frequencies(self) -> Tensor:
+        """Return float64 [D / 2], radians per position."""
+        pair = torch.arange(self.head_dim // 2, dtype=torch.float64)
+        kept = self.theta ** (-2 * pair / self.head_dim)
+        if self.factor <= 1:
+            return kept
+        low, high = self.bound(self.beta_fast), self.bound(self.beta_slow)
+        divided_share = ((pair - low) / (high - low)).clamp(0, 1)
+        return divided_share * kept / self.factor + (1 - divided_share) * kept
+
+    def table(
+        self, num_positions: int, *, dtype: torch.dtype, device: str | torch.device
+    ) -> Tensor:
+        """Return [P, D]: cos in the first half of the columns, sin in the other, both concentrated.
+
+        The angle is a float32 product, as in every published implementation: at far positions that
+        differs from the true angle by more than a float32 cosine does, and models were trained with it.
+        """
+        positions = torch.arange(num_positions, device=device, dtype=torch.float32)
+        angles = torch.outer(positions, self.frequencies().to(device, torch.float32))
+        if dtype == torch.float64:
+            angles = angles.double()
+        return torch.cat([angles.cos(), angles.sin()], dim=-1) * self.concentration

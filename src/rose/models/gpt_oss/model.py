@@ -1,0 +1,145 @@
+"""gpt-oss: embedding, blocks of attention and experts, final norm, head.
+
+The residual stream is one tensor that the norms update in place: each norm adds the output of the
+sub-layer before it. What the layers compute, and what is special in them, is told in README.md.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rose.layers.attention import Attention
+from rose.layers.build import LayerBuild
+from rose.layers.context import ForwardContext
+from rose.layers.embedding import Embedding
+from rose.layers.lm_head import LmHead
+from rose.layers.moe import MixtureOfExperts
+from rose.layers.norm import RmsNorm
+from rose.layers.rotary import Yarn
+from rose.models.gpt_oss.config import GptOssConfig
+from rose.models.gpt_oss.parameters import GptOssParameters, LayerParameters
+
+
+def yarn(config: GptOssConfig) -> Yarn:
+    """Return the rotary scaling of a configuration."""
+    return Yarn(
+        head_dim=config.head_dim,
+        theta=config.rope_theta,
+        factor=config.rope_scaling_factor,
+        original_tokens=config.rope_original_tokens,
+        beta_fast=config.rope_beta_fast,
+        beta_slow=config.rope_beta_slow,
+    )
+
+
+class GptOssBlock:
+    """Attention, then experts, each behind a norm."""
+
+    def __init__(
+        self,
+        config: GptOssConfig,
+        parameters: LayerParameters,
+        *,
+        layer: int,
+        page_tokens: int,
+        cos_sin_PD: Tensor,
+        build: LayerBuild,
+    ) -> None:
+        """Build layer number `layer`."""
+        eps = config.rms_norm_eps
+        self.attention_norm = RmsNorm(parameters.attention_norm_D, eps=eps, build=build)
+        self.attention = Attention(
+            layer=layer,
+            head_dim=config.head_dim,
+            window_tokens=config.window_tokens[layer],
+            page_tokens=page_tokens,
+            qkv=parameters.qkv,
+            out=parameters.out,
+            sinks_H=parameters.sinks_H,
+            cos_sin_PD=cos_sin_PD,
+            build=build,
+        )
+        self.expert_norm = RmsNorm(parameters.expert_norm_D, eps=eps, build=build)
+        self.experts = MixtureOfExperts(
+            experts_per_token=config.experts_per_token,
+            swiglu_alpha=config.swiglu_alpha,
+            swiglu_limit=config.swiglu_limit,
+            router=parameters.router,
+            experts=parameters.experts,
+            build=build,
+        )
+
+    def forward(self, x_TD: Tensor | None, residual_TD: Tensor, context: ForwardContext) -> Tensor:
+        """Add `x_TD` (the last block's output; None before the first) to the stream, return this block's.
+
+        Aliasing  updates `residual_TD`; the result is not in it yet.
+        """
+        if x_TD is None:
+            h_TD = self.attention_norm.forward(residual_TD, context)
+        else:
+            h_TD = self.attention_norm.forward(x_TD, context, residual_TD=residual_TD)
+        x_TD = self.attention.forward(h_TD, context)
+        h_TD = self.expert_norm.forward(x_TD, context, residual_TD=residual_TD)
+        return self.experts.forward(h_TD, context)
+
+
+class GptOss:
+    """The model behind `models.base.CausalLM`."""
+
+    def __init__(
+        self,
+        config: GptOssConfig,
+        parameters: GptOssParameters,
+        *,
+        build: LayerBuild,
+        page_tokens: int,
+        num_positions: int | None = None,
+    ) -> None:
+        """Bind every kernel and relayout weights where kernels want it.
+
+        `num_positions`: rows of the rotary table; None is the context of the model.
+        """
+        self.config = config
+        self._build = build
+        cos_sin_PD = yarn(config).table(
+            num_positions or config.context_tokens,
+            dtype=torch.float64 if build.dtype == torch.float64 else torch.float32,
+            device=parameters.embedding_VD.device,
+        )
+        self.embedding = Embedding(parameters.embedding_VD, build=build)
+        self.blocks = [
+            GptOssBlock(
+                config,
+                layer_parameters,
+                layer=i,
+                page_tokens=page_tokens,
+                cos_sin_PD=cos_sin_PD,
+                build=build,
+            )
+            for i, layer_parameters in enumerate(parameters.layers)
+        ]
+        self.final_norm = RmsNorm(parameters.final_norm_D, eps=config.rms_norm_eps, build=build)
+        self.head = LmHead(parameters.head, build=build)
+
+    def forward(self, token_ids_T: Tensor, context: ForwardContext) -> Tensor:
+        """Return the final hidden states [T, D] after the last norm; writes the new KV into its pages."""
+        residual_TD = self.embedding.forward(token_ids_T, context)
+        x_TD = None
+        for block in self.blocks:
+            x_TD = block.forward(x_TD, residual_TD, context)
+        assert x_TD is not None, "a model has at least one block"
+        return self.final_norm.forward(x_TD, context, residual_TD=residual_TD)
+
+    def logits(self, hidden_SD: Tensor) -> Tensor:
+        """Return float32 logits [S, V] of chosen rows."""
+        return self.head.forward(hidden_SD)
+
+    def kernel_table(self) -> list[tuple[str, str, str]]:
+        """Return (operation, regime, implementation) lines, for the start-up table."""
+        return self._build.kernel_table()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights on this rank's device, relayouts included."""
+        return self._build.weight_bytes
