@@ -40,9 +40,12 @@ def _bytes(*shape: int, source: torch.Generator, high: int = 256, low: int = 0) 
 
 
 def _exponents(*shape: int, source: torch.Generator, scale: float) -> Tensor:
-    """Draw exponents biased by 127 around log2(scale): one less, the same or one more."""
-    middle = 127 + round(math.log2(scale))
-    return _bytes(*shape, source=source, low=middle - 1, high=middle + 2)
+    """Draw exponents biased by 127, four in a row of them used, with `scale` their root mean square."""
+    spread = math.sqrt((0.25 + 1 + 4) / 3)  # of one less, the same, one more
+    low = math.floor(math.log2(scale / spread))
+    share_above = ((scale / spread / 2.0**low) ** 2 - 1) / 3
+    is_above = torch.rand(shape, generator=source, device=source.device) < share_above
+    return _bytes(*shape, source=source, low=126 + low, high=129 + low) + is_above
 
 
 def matrix(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,8 @@ class MixtureOfExperts:
         build: LayerBuild,
     ) -> None:
         """Bind router and experts."""
+        self.observer: Callable[[Tensor], object] | None = None
+        """Called with the chosen experts [T, K] of every eager step, for tools; not seen by graph replay."""
         self._experts_per_token = experts_per_token
         self._swiglu = {"swiglu_alpha": swiglu_alpha, "swiglu_limit": swiglu_limit}
         self._group, self._dtype = build.group, build.dtype
@@ -47,6 +51,8 @@ class MixtureOfExperts:
     def forward(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
         """Return [T, D]."""
         ids_TK, weights_TK = self.route(x_TD, context)
+        if self.observer is not None:
+            self.observer(ids_TK)
         out_TD = torch.empty_like(x_TD)
         experts = self._experts.select(context.phase, len(x_TD))
         experts(x_TD, self._held(ids_TK), weights_TK, **self._swiglu, out_TD=out_TD)

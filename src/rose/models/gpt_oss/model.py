@@ -19,6 +19,7 @@ from rose.layers.norm import RmsNorm
 from rose.layers.rotary import Yarn
 from rose.models.gpt_oss.config import GptOssConfig
 from rose.models.gpt_oss.parameters import GptOssParameters, LayerParameters
+from rose.utils.dtypes import torch_dtype
 
 
 def yarn(config: GptOssConfig) -> Yarn:
@@ -100,12 +101,13 @@ class GptOss:
 
         `num_positions`: rows of the rotary table; None is the context of the model.
         """
-        self.config = config
+        self.config, self.page_tokens = config, page_tokens
+        self.device, self.kv_dtype = parameters.embedding_VD.device, torch_dtype(build.quant.kv)
         self._build = build
         cos_sin_PD = yarn(config).table(
             num_positions or config.context_tokens,
             dtype=torch.float64 if build.dtype == torch.float64 else torch.float32,
-            device=parameters.embedding_VD.device,
+            device=self.device,
         )
         self.embedding = Embedding(parameters.embedding_VD, build=build)
         self.blocks = [
