@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "weights": {"quant", "parallel", "kernels", "config", "utils"},
     "layers": {"kernels", "quant", "parallel", "weights", "config", "utils"},
     "models": {"layers", "weights", "quant", "parallel", "kernels", "config", "utils"},
-    "cache": {"kernels", "config", "utils"},
+    "cache": {"layers.context", "kernels", "config", "utils"},
     "sampling": {"kernels", "protocol", "config", "utils"},
     "runtime": {
         *("models", "layers", "cache", "sampling", "parallel", "weights", "quant", "kernels"),

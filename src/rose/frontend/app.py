@@ -1,0 +1,193 @@
+"""The routes. Each handler reads, checks and hands over; what they do stands in the files they call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from msgspec import UNSET
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from rose.frontend.body import read_body
+from rose.frontend.chat import ChatFold, ChatWriter
+from rose.frontend.client import EngineClient
+from rose.frontend.completions import CompletionFold, CompletionWriter
+from rose.frontend.config import FrontendConfig
+from rose.frontend.errors import RequestError, error_body, error_headers
+from rose.frontend.jobs import JobMaker
+from rose.frontend.metrics import Metrics
+from rose.frontend.middleware import RequestFrame
+from rose.frontend.parsing import parse_chat, parse_completion, parse_json
+from rose.frontend.schemas import Health, Model, ModelList, encode
+from rose.frontend.stream import AnswerResponse
+
+JSON = "application/json"
+ENDPOINTS = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
+"""Names in metrics; a client's path never becomes a label."""
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Routes:
+    """The handlers of one server."""
+
+    def __init__(
+        self, config: FrontendConfig, client: EngineClient, jobs: JobMaker, metrics: Metrics
+    ) -> None:
+        self._config = config
+        self._client = client
+        self._jobs = jobs
+        self._metrics = metrics
+        self._started = int(time.time())
+
+    async def chat_completions(self, request: Request) -> AnswerResponse:
+        """POST /v1/chat/completions."""
+        raw = await read_body(request, max_bytes=self._config.max_request_bytes)
+        body = parse_json(raw)
+        chat = parse_chat(body)
+        self._jobs.check_model(chat.model)
+        status = self._client.require_ready()
+        job = await self._jobs.chat(chat, body, status, num_bytes=len(raw))
+        with_reasoning = chat.include_reasoning is not False
+        writer = ChatWriter(job, with_reasoning=with_reasoning)
+        return AnswerResponse(
+            self._client, job, writer=writer, fold=ChatFold(job), metrics=self._metrics
+        )
+
+    async def completions(self, request: Request) -> AnswerResponse:
+        """POST /v1/completions."""
+        raw = await read_body(request, max_bytes=self._config.max_request_bytes)
+        completion = parse_completion(parse_json(raw))
+        self._jobs.check_model(completion.model)
+        status = self._client.require_ready()
+        job = await self._jobs.completion(completion, status, num_bytes=len(raw))
+        return AnswerResponse(
+            self._client,
+            job,
+            writer=CompletionWriter(job),
+            fold=CompletionFold(job),
+            metrics=self._metrics,
+        )
+
+    async def models(self, _: Request) -> Response:
+        """GET /v1/models."""
+        models = [self._model(name) for name in self._jobs.model_names]
+        return Response(encode(ModelList(data=models)), media_type=JSON)
+
+    async def model(self, request: Request) -> Response:
+        """GET /v1/models/{id}."""
+        name = request.path_params["name"]
+        self._jobs.check_model(name)
+        return Response(encode(self._model(name)), media_type=JSON)
+
+    async def health(self, _: Request) -> Response:
+        """GET /health: 200 while the engine lives, loading included; 503 once it is dead or stuck."""
+        return self._health_response(is_ok=self._client.problem() is None)
+
+    async def ready(self, _: Request) -> Response:
+        """GET /ready: 200 while requests are taken; 503 before and after."""
+        return self._health_response(is_ok=self._client.is_ready)
+
+    async def metrics(self, _: Request) -> Response:
+        """GET /metrics, for Prometheus."""
+        return Response(self._metrics.render(), media_type=PROMETHEUS)
+
+    def _model(self, name: str) -> Model:
+        status = self._client.status
+        context = status.context_tokens if status and status.is_ready else UNSET
+        return Model(id=name, created=self._started, max_model_len=context)
+
+    def _health_response(self, *, is_ok: bool) -> Response:
+        problem, status = self._client.problem(), self._client.status
+        if problem is not None:
+            health = Health(status="failed", detail=problem)
+        elif status is None or not status.is_ready:
+            health = Health(status="loading", detail=status.detail if status else "starting")
+        else:
+            health = Health(
+                status="ok",
+                model=self._jobs.model_names[0],
+                context_tokens=status.context_tokens,
+                num_running=status.num_running,
+                num_waiting=status.num_waiting,
+            )
+        return Response(encode(health), status_code=200 if is_ok else 503, media_type=JSON)
+
+
+def create_app(
+    config: FrontendConfig, client: EngineClient, jobs: JobMaker, metrics: Metrics
+) -> Starlette:
+    """Return the application; the client is started and closed with it."""
+    routes = Routes(config, client, jobs, metrics)
+    metrics.observe_engine(client)
+
+    async def on_request_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestError)
+        endpoint = ENDPOINTS.get(request.url.path, "other")
+        metrics.answered(endpoint, error.kind.status, "error")
+        return _error_response(error)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        await client.start()
+        try:
+            yield
+        finally:
+            await client.close()
+
+    return Starlette(
+        routes=[
+            Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
+            Route("/v1/completions", routes.completions, methods=["POST"]),
+            Route("/v1/models", routes.models),
+            Route("/v1/models/{name:path}", routes.model),
+            Route("/health", routes.health),
+            Route("/ready", routes.ready),
+            Route("/metrics", routes.metrics),
+        ],
+        middleware=[Middleware(RequestFrame, metrics=metrics)],
+        exception_handlers={
+            RequestError: on_request_error,
+            HTTPException: _on_http_error,
+            ClientDisconnect: _on_disconnect,
+            Exception: _on_bug,
+        },
+        lifespan=lifespan,
+    )
+
+
+def _error_response(error: RequestError) -> Response:
+    return Response(
+        error_body(error),
+        status_code=error.kind.status,
+        media_type=JSON,
+        headers=error_headers(error),
+    )
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    where = f"{request.method} {request.url.path}"
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        response = _error_response(
+            RequestError("method_not_allowed", f"{where}: allowed here: {allowed}")
+        )
+        response.headers["allow"] = allowed
+        return response
+    return _error_response(
+        RequestError("not_found", f"{where}: there is no such route; docs/api.md lists them")
+    )
+
+
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    return _error_response(RequestError("client_disconnected", "the client left"))
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    return _error_response(RequestError("internal_error", "the server failed on this request"))

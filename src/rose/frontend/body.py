@@ -1,0 +1,39 @@
+"""Reading a request's body within a size limit."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+
+from rose.frontend.errors import RequestError
+from rose.frontend.parsing import quoted
+
+JSON_TYPES = ("application/json", "text/json")
+
+
+async def read_body(request: Request, *, max_bytes: int) -> bytes:
+    """Return the body.
+
+    Raises  RequestError for another media type than JSON (none at all is taken for JSON) and for too many bytes.
+    """
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type and media_type not in JSON_TYPES and not media_type.endswith("+json"):
+        raise RequestError(
+            "unsupported_media_type",
+            f"content-type {quoted(media_type)} was sent; allowed: application/json; set the header",
+        )
+    announced = request.headers.get("content-length", "")
+    if announced.isdigit() and int(announced) > max_bytes:
+        raise _too_large(int(announced), max_bytes)
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > max_bytes:
+            raise _too_large(len(body), max_bytes)
+    return bytes(body)
+
+
+def _too_large(num_bytes: int, max_bytes: int) -> RequestError:
+    return RequestError(
+        "request_too_large",
+        f"the body has {num_bytes} bytes or more; allowed: {max_bytes}; send less or raise --max-request-bytes",
+    )

@@ -1,0 +1,71 @@
+"""The configuration of the frontend service."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+
+from rose.utils.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontendConfig:
+    """Where the server listens, what it calls its model, and how patient it is."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for all."""
+    port: int = 8000
+    """0 takes a free port and prints it."""
+    served_model_name: tuple[str, ...] = ()
+    """Names that requests may give as `model`; the first is the one answers carry. None: the model's folder."""
+    formatter: str = "harmony"
+    """Prompt format of chat requests."""
+    conversation_date: str = "today"
+    """Day named in the prompt: today, none or YYYY-MM-DD."""
+    max_request_bytes: int = 32 * 2**20
+    """Larger bodies are refused with 413."""
+    engine_timeout_s: float = 60.0
+    """An engine that says nothing for so long counts as stuck: its requests fail, /health answers 503."""
+    linger_s: float = 5.0
+    """After the engine died: seconds in which requests are still answered with 503 before the server ends."""
+    shutdown_timeout_s: float = 10.0
+    """After Ctrl-C or SIGTERM: seconds in which running answers may finish."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not 0 <= self.port <= 65535:
+            problems.append(f"port={self.port}; allowed: 0 to 65535; change --port")
+        if self.max_request_bytes < 1024:
+            problems.append(
+                f"max_request_bytes={self.max_request_bytes}; allowed: 1024 or more; change --max-request-bytes"
+            )
+        for name in ("engine_timeout_s", "linger_s", "shutdown_timeout_s"):
+            if not 0 <= getattr(self, name) < 86400:
+                flag = name.replace("_", "-")
+                problems.append(
+                    f"{name}={getattr(self, name)}; allowed: 0 to 86399 seconds; change --{flag}"
+                )
+        if not _is_date_choice(self.conversation_date):
+            problems.append(
+                f"conversation_date={self.conversation_date!r}; allowed: today, none or YYYY-MM-DD; "
+                "change --conversation-date"
+            )
+        if problems:
+            raise ConfigError(problems)
+
+    def date_of_now(self) -> str | None:
+        """Return the day that a prompt written now names; None for no day."""
+        if self.conversation_date == "none":
+            return None
+        if self.conversation_date == "today":
+            return datetime.datetime.now(datetime.UTC).date().isoformat()
+        return self.conversation_date
+
+
+def _is_date_choice(text: str) -> bool:
+    if text in ("today", "none"):
+        return True
+    try:
+        return datetime.date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False

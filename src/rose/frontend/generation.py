@@ -1,0 +1,253 @@
+"""One client request as a job: engine requests going in, pieces of each choice coming out.
+
+Chat and completions, streamed or not, all run through `pieces`; what differs is how pieces are written
+(`chat.py`, `completions.py`). Knows events and deltas, no HTTP.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from rose.frontend.client import EngineClient
+from rose.frontend.errors import RequestError
+from rose.frontend.formatters.base import AnswerDecoder, Delta, EncodedPrompt
+from rose.frontend.metrics import Metrics
+from rose.frontend.schemas import CompletionDetails, PromptDetails, SamplingFields, Usage
+from rose.frontend.stops import StopStrings
+from rose.protocol.event import EngineStatus, ErrorEvent, FinishedEvent, TokensEvent
+from rose.protocol.request import Request
+from rose.protocol.sampling_params import SamplingParams
+
+SEED_RANGE = 2**63
+
+
+class ChoiceRun:
+    """One choice while it is generated: decoder, stop strings and counts of its own."""
+
+    def __init__(
+        self,
+        index: int,
+        decoder: AnswerDecoder,
+        *,
+        prompt: int = 0,
+        stop_strings: Sequence[str] = (),
+        max_calls: int | None = None,
+    ) -> None:
+        self.index = index
+        self.prompt = prompt
+        """Place of its prompt among those of the request; n choices share one."""
+        self.finish_reason: str | None = None
+        self.num_output_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_reasoning_tokens = 0
+        self.recoveries: list[str] = []
+        self._decoder = decoder
+        self._stops = StopStrings(stop_strings)
+        self._max_calls = max_calls
+
+    def take(self, event: TokensEvent) -> list[Delta]:
+        """Take tokens; return what they add to the answer. `finish_reason` is set where they end it early."""
+        self.num_output_tokens += len(event.token_ids)
+        self.num_cached_tokens = max(self.num_cached_tokens, event.num_cached_tokens)
+        deltas = self._filter(self._decoder.push(event.token_ids))
+        if self.finish_reason is not None:
+            self._close("stop")
+        return deltas
+
+    def finish(self, reason: str) -> list[Delta]:
+        """Take the engine's end; return what was held back."""
+        deltas = self._filter(self._close(reason))
+        if self.finish_reason is None:
+            held = self._stops.finish()
+            deltas += [Delta(kind="content", text=held)] if held else []
+            self.finish_reason = self._decoder.answer().finish_reason
+        return deltas
+
+    def _close(self, reason: str) -> list[Delta]:
+        rest = self._decoder.finish(reason)
+        answer = self._decoder.answer()
+        self.num_reasoning_tokens = answer.num_reasoning_tokens
+        self.recoveries = answer.recoveries
+        return rest
+
+    def _filter(self, deltas: list[Delta]) -> list[Delta]:
+        """Cut at a stop string in content, and before a call beyond the allowed number."""
+        passed: list[Delta] = []
+        for delta in deltas:
+            if delta.kind == "content":
+                text = self._stops.push(delta.text)
+                passed += [Delta(kind="content", text=text)] if text else []
+                if self._stops.matched is not None:
+                    self.finish_reason = "stop"
+                    return passed
+                continue
+            # A stop string does not reach over reasoning or a call: release what was held.
+            held = self._stops.finish()
+            passed += [Delta(kind="content", text=held)] if held else []
+            if (
+                self._max_calls is not None
+                and delta.kind == "tool_call"
+                and delta.index >= self._max_calls
+            ):
+                self.finish_reason = "tool_calls"
+                return passed
+            passed.append(delta)
+        return passed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What one event added to one choice."""
+
+    index: int
+    deltas: list[Delta]
+    finish_reason: str | None = None
+    """Set on the last piece of the choice."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """Everything about one client request that its answer needs."""
+
+    endpoint: str
+    answer_id: str
+    model: str
+    created: int
+    num_prompt_tokens: int
+    requests: list[Request]
+    runs: list[ChoiceRun]
+    """One per request, in the same order."""
+    is_stream: bool
+    with_usage: bool
+    """Send a usage chunk at the end of the stream."""
+    started: float = field(default_factory=time.monotonic)
+
+    def usage(self) -> Usage:
+        """Return the tokens so far, over all choices."""
+        completion = sum(run.num_output_tokens for run in self.runs)
+        cached: dict[int, int] = {}
+        for run in self.runs:
+            cached[run.prompt] = max(cached.get(run.prompt, 0), run.num_cached_tokens)
+        return Usage(
+            prompt_tokens=self.num_prompt_tokens,
+            completion_tokens=completion,
+            total_tokens=self.num_prompt_tokens + completion,
+            prompt_tokens_details=PromptDetails(cached_tokens=sum(cached.values())),
+            completion_tokens_details=CompletionDetails(
+                reasoning_tokens=sum(run.num_reasoning_tokens for run in self.runs)
+            ),
+        )
+
+
+def new_id(prefix: str) -> str:
+    """Return an id nobody else has."""
+    return f"{prefix}{uuid.uuid4().hex}"
+
+
+def sampling_params(fields: SamplingFields, choice: int) -> SamplingParams:
+    """Return how to choose the tokens of one choice; choices after the first get the seeds after `seed`.
+
+    Raises  RequestError for a value out of range.
+    """
+    given = {
+        name: value
+        for name in ("temperature", "top_p", "top_k", "min_p")
+        if (value := getattr(fields, name)) is not None
+    }
+    if given.get("top_k") == -1:
+        given["top_k"] = 0  # the other common way to write "all"
+    params = SamplingParams(**given, seed=fields.seed)
+    problems = params.problems()
+    if problems:
+        raise RequestError(
+            "invalid_request", "; ".join(problems), param=problems[0].partition("=")[0]
+        )
+    if fields.seed is None or choice == 0:
+        return params
+    seed = (fields.seed + choice + SEED_RANGE) % (2 * SEED_RANGE) - SEED_RANGE
+    return SamplingParams(**given, seed=seed)
+
+
+def token_budget(
+    num_prompt_tokens: int,
+    asked: int | None,
+    status: EngineStatus,
+    *,
+    prompt_param: str,
+    limit_param: str,
+) -> int:
+    """Return how many tokens may be generated; None asks for all that fit.
+
+    Raises  RequestError with the numbers where prompt or prompt and answer pass the context length.
+    """
+    context = status.context_tokens
+    room = context - num_prompt_tokens
+    if room < 1:
+        raise RequestError(
+            "context_length_exceeded",
+            f"the prompt has {num_prompt_tokens} tokens; this model's context length is {context} tokens, "
+            f"prompt and answer together; allowed: {context - 1} prompt tokens; shorten the {prompt_param}",
+            param=prompt_param,
+        )
+    if asked is None:
+        return room
+    if asked < 1:
+        raise RequestError(
+            "invalid_request", f"{limit_param}={asked}; allowed: 1 or more", param=limit_param
+        )
+    if asked > room:
+        raise RequestError(
+            "context_length_exceeded",
+            f"{limit_param}={asked} and a prompt of {num_prompt_tokens} tokens need {asked + num_prompt_tokens}; "
+            f"this model's context length is {context} tokens; allowed: {limit_param} up to {room} here; "
+            f"lower it, leave it out or shorten the {prompt_param}",
+            param=limit_param,
+        )
+    return asked
+
+
+def check_token_ids(prompt: EncodedPrompt, status: EngineStatus, param: str) -> None:
+    """Refuse ids outside the vocabulary.
+
+    Raises  RequestError naming the first one.
+    """
+    for token_id in prompt.token_ids:
+        if not 0 <= token_id < status.vocab_size:
+            raise RequestError(
+                "invalid_request",
+                f"{param} has token id {token_id}; allowed: 0 to {status.vocab_size - 1}",
+                param=param,
+            )
+
+
+async def pieces(client: EngineClient, job: Job, metrics: Metrics) -> AsyncIterator[Piece]:
+    """Run a job and yield each choice's pieces as they come; closing the iterator aborts what still runs.
+
+    Raises  RequestError where the engine refuses or fails; pieces already yielded stay true.
+    """
+    by_id = {request.request_id: run for request, run in zip(job.requests, job.runs, strict=True)}
+    watch = metrics.watch(job.started)
+    async with client.submit(*job.requests) as events:
+        async for event in events:
+            if isinstance(event, ErrorEvent):
+                raise RequestError.of_event(event)
+            run = by_id[event.request_id]
+            if isinstance(event, FinishedEvent):
+                yield _last_piece(run, event)
+                continue
+            watch.tokens(event.request_id, len(event.token_ids))
+            deltas = run.take(event)
+            if run.finish_reason is not None:
+                events.abort(event.request_id)
+            if deltas or run.finish_reason is not None:
+                yield Piece(index=run.index, deltas=deltas, finish_reason=run.finish_reason)
+
+
+def _last_piece(run: ChoiceRun, event: FinishedEvent) -> Piece:
+    if event.reason == "abort":
+        raise RequestError("engine_failed", "the engine stopped this request before it was done")
+    deltas = run.finish(event.reason)
+    return Piece(index=run.index, deltas=deltas, finish_reason=run.finish_reason)

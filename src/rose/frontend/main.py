@@ -1,0 +1,174 @@
+"""Run the frontend service: listen, follow the engine's state, end cleanly.
+
+`python -m rose.frontend.main FILE` runs it alone against an engine that somebody else started; `rose serve` runs
+`Frontend` in its own process and the engine as a child.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from rose.frontend.app import create_app
+from rose.frontend.client import EngineClient
+from rose.frontend.config import FrontendConfig
+from rose.frontend.jobs import Formatters, JobMaker
+from rose.frontend.metrics import Metrics
+from rose.protocol.channel import FrontendEndpoint
+from rose.utils.errors import ConfigError
+
+EXIT_OK = 0
+EXIT_ENGINE_DIED = 1
+POLL_SECONDS = 0.05
+"""How often the engine's state is looked at while it loads."""
+CLOSING_SECONDS = 2.0
+"""What uvicorn gets beyond shutdown_timeout_s to write the last events."""
+
+Announce = Callable[[str, str], None]
+"""Called with a kind (listening, loading, ready, stopping, failed) and a text for people."""
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handling: it would re-raise the signal and skip our clean-up."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Frontend:
+    """One HTTP server in front of one engine."""
+
+    def __init__(
+        self,
+        config: FrontendConfig,
+        *,
+        address: str,
+        formatters: Formatters,
+        model_names: tuple[str, ...],
+        announce: Announce,
+    ) -> None:
+        self._config = config
+        self._address = address
+        self._jobs = JobMaker(config, formatters, model_names=model_names)
+        self._announce = announce
+        self._exit_code = EXIT_OK
+
+    async def run(self, engine_death: asyncio.Future[str] | None = None) -> int:
+        """Serve until a signal or the engine's death; return the exit code.
+
+        `engine_death` resolves to the reason once the engine's process has ended.
+        Raises  ConfigError where the address cannot be listened on.
+        """
+        listener = listen(self._config)
+        client = EngineClient(
+            FrontendEndpoint(self._address), timeout_s=self._config.engine_timeout_s
+        )
+        server = self._server(client)
+        host, port = listener.getsockname()[:2]
+        self._announce("listening", f"http://{host}:{port}")
+        followers = [asyncio.create_task(self._follow(client))]
+        if engine_death is not None:
+            followers.append(asyncio.create_task(self._watch(engine_death, client, server)))
+        with self._signals(client, server):
+            await server.serve(sockets=[listener])
+        for task in followers:
+            task.cancel()
+        await asyncio.gather(*followers, return_exceptions=True)
+        return self._exit_code
+
+    def _server(self, client: EngineClient) -> _Server:
+        app = create_app(self._config, client, self._jobs, Metrics())
+        return _Server(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="on",
+                timeout_graceful_shutdown=int(self._config.shutdown_timeout_s + CLOSING_SECONDS),
+            )
+        )
+
+    async def _follow(self, client: EngineClient) -> None:
+        """Announce what the engine does until it is ready."""
+        shown = ""
+        while not client.is_ready:
+            detail = client.status.detail if client.status else ""
+            if detail and detail != shown:
+                shown = detail
+                self._announce("loading", detail)
+            await asyncio.sleep(POLL_SECONDS)
+        status = client.status
+        assert status is not None, "ready means that a status has come"
+        self._announce(
+            "ready",
+            f"{self._jobs.model_names[0]}, context of {status.context_tokens} tokens",
+        )
+
+    async def _watch(
+        self, engine_death: asyncio.Future[str], client: EngineClient, server: _Server
+    ) -> None:
+        reason = await engine_death
+        if server.should_exit:
+            return
+        self._exit_code = EXIT_ENGINE_DIED
+        client.mark_dead(reason)
+        self._announce("failed", reason)
+        # Probes and clients see 503 for a while instead of a refused connection.
+        await asyncio.sleep(self._config.linger_s)
+        server.should_exit = True
+
+    @contextlib.contextmanager
+    def _signals(self, client: EngineClient, server: _Server) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+
+        def on_signal() -> None:
+            if server.should_exit:
+                server.force_exit = True
+                return
+            self._announce("stopping", f"{client.num_open} answers are finishing")
+            server.should_exit = True
+            loop.call_later(
+                self._config.shutdown_timeout_s, client.fail_open, "the server is shutting down"
+            )
+
+        handled = (signal.SIGINT, signal.SIGTERM)
+        for number in handled:
+            loop.add_signal_handler(number, on_signal)
+        try:
+            yield
+        finally:
+            for number in handled:
+                loop.remove_signal_handler(number)
+
+
+def listen(config: FrontendConfig) -> socket.socket:
+    """Return a socket bound to the configured address.
+
+    Raises  ConfigError where it is taken or does not exist.
+    """
+    try:
+        family = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0][0]
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((config.host, config.port))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port}: {error.strerror}; allowed: an address of this machine "
+            "and a free port (0 takes any); change --host or --port"
+        ) from error
+    return bound
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """Return uvloop's loop where it is installed, else asyncio's."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()

@@ -1,0 +1,176 @@
+"""Prometheus metrics of the frontend, with the engine's own numbers beside them.
+
+One registry per application, so that tests and several servers in one process do not share counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+if TYPE_CHECKING:
+    from rose.frontend.client import EngineClient
+    from rose.frontend.generation import Job
+
+# gpt-oss on an H200 decodes in single milliseconds: the steps begin well below one.
+TOKEN_SECONDS = (
+    *(0.00025, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075),
+    *(0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0),
+)
+FIRST_TOKEN_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5),
+    *(0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class Metrics:
+    """Counters and histograms of one frontend."""
+
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+        self._requests = Counter(
+            "rose_requests",
+            "Requests answered, by endpoint, HTTP status and finish reason (empty: none)",
+            ["endpoint", "status", "finish"],
+            registry=registry,
+        )
+        self._prompt = Counter("rose_prompt_tokens", "Prompt tokens of answers", registry=registry)
+        self._cached = Counter(
+            "rose_cached_prompt_tokens",
+            "Prompt tokens found in the prefix cache",
+            registry=registry,
+        )
+        self._generated = Counter(
+            "rose_generation_tokens", "Tokens generated, by kind", ["kind"], registry=registry
+        )
+        self._recoveries = Counter(
+            "rose_parse_recoveries",
+            "Malformed model output read leniently",
+            ["kind"],
+            registry=registry,
+        )
+        self._disconnects = Counter(
+            "rose_client_disconnects", "Clients that left before the end", registry=registry
+        )
+        self._open = Gauge("rose_http_requests_open", "Requests being answered", registry=registry)
+        self._first_token = Histogram(
+            "rose_time_to_first_token_seconds",
+            "From the request's arrival to its first token",
+            buckets=FIRST_TOKEN_SECONDS,
+            registry=registry,
+        )
+        self._token = Histogram(
+            "rose_inter_token_latency_seconds",
+            "Between tokens of one answer, per token",
+            buckets=TOKEN_SECONDS,
+            registry=registry,
+        )
+        self._request = Histogram(
+            "rose_request_seconds",
+            "From a request's arrival to the end of its answer",
+            buckets=REQUEST_SECONDS,
+            registry=registry,
+        )
+
+    def observe_engine(self, client: EngineClient) -> None:
+        """Publish the engine's numbers as they are when somebody looks."""
+        self.registry.register(_EngineCollector(client))
+
+    def watch(self, started: float) -> TokenWatch:
+        """Return a clock for the tokens of one client request."""
+        return TokenWatch(self._first_token, self._token, started)
+
+    def opened(self) -> None:
+        """Count a request that is being answered."""
+        self._open.inc()
+
+    def closed(self) -> None:
+        """Count the end of one."""
+        self._open.dec()
+
+    def answered(self, endpoint: str, status: int, finish: str = "") -> None:
+        """Count an answer."""
+        self._requests.labels(endpoint, str(status), finish).inc()
+
+    def disconnected(self, endpoint: str) -> None:
+        """Count a client that left."""
+        self._disconnects.inc()
+        self.answered(endpoint, 499)
+
+    def finished(self, job: Job, *, status: int = 200) -> None:
+        """Count what a job used, when its last piece is out."""
+        usage = job.usage()
+        reasoning = usage.completion_tokens_details.reasoning_tokens
+        self._prompt.inc(usage.prompt_tokens)
+        self._cached.inc(usage.prompt_tokens_details.cached_tokens)
+        self._generated.labels("reasoning").inc(reasoning)
+        self._generated.labels("answer").inc(usage.completion_tokens - reasoning)
+        for run in job.runs:
+            for kind in run.recoveries:
+                self._recoveries.labels(kind).inc()
+        self._request.observe(time.monotonic() - job.started)
+        self.answered(job.endpoint, status, job.runs[0].finish_reason or "")
+
+    def render(self) -> bytes:
+        """Return everything in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class TokenWatch:
+    """Times between the tokens of one client request."""
+
+    def __init__(self, first: Histogram, between: Histogram, started: float) -> None:
+        self._first = first
+        self._between = between
+        self._started = started
+        self._last: dict[str, float] = {}
+
+    def tokens(self, request_id: str, count: int) -> None:
+        """Take note of tokens that came together."""
+        now = time.monotonic()
+        before = self._last.get(request_id)
+        self._last[request_id] = now
+        if before is None:
+            self._first.observe(now - self._started)
+            return
+        for _ in range(count):
+            self._between.observe((now - before) / count)
+
+
+class _EngineCollector:
+    """The newest EngineStatus as gauges and counters."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._client.status
+        yield GaugeMetricFamily(
+            "rose_engine_ready", "1 while the engine takes requests", float(self._client.is_ready)
+        )
+        if status is None:
+            return
+        gauges = {
+            "rose_requests_running": ("Sequences in the engine's batch", status.num_running),
+            "rose_requests_waiting": ("Requests in the engine's queue", status.num_waiting),
+            "rose_kv_pages_used": ("KV pages in use", status.kv_pages_used),
+            "rose_kv_pages_total": ("KV pages there are", status.kv_pages_total),
+            "rose_kv_cache_usage_ratio": (
+                "Share of the KV pages in use",
+                status.kv_pages_used / max(1, status.kv_pages_total),
+            ),
+        }
+        counters = {
+            "rose_engine_steps": ("Steps since start", status.num_steps),
+            "rose_engine_prompt_tokens": ("Prompt tokens computed", status.num_prompt_tokens),
+            "rose_engine_output_tokens": ("Tokens sampled", status.num_output_tokens),
+        }
+        for name, (text, value) in gauges.items():
+            yield GaugeMetricFamily(name, text, float(value))
+        for name, (text, value) in counters.items():
+            yield CounterMetricFamily(name, text, float(value))

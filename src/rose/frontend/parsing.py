@@ -1,0 +1,283 @@
+"""Bytes of a request body -> a checked struct, or a RequestError that names the field.
+
+Three lists decide about a field: those a struct has, those that are accepted and change nothing (IGNORED), and
+those that exist at OpenAI but not here yet (UNSUPPORTED, refused unless they ask for nothing). Everything else is
+refused with the nearest known name. Knows no formatter and no engine.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, TypeVar
+
+import msgspec
+
+from rose.frontend.errors import RequestError
+from rose.frontend.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    SamplingFields,
+    Tool,
+)
+
+MAX_CHOICES = 128
+MAX_STOPS = 16
+"""OpenAI allows 4; more cost nothing here, but each is searched for in every piece of text."""
+MAX_QUOTED = 200
+"""Characters of a client's value that an error message repeats."""
+
+IGNORED = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+    }
+)
+"""Accepted and without effect: labels, and hints to OpenAI's own billing, storage and caches."""
+
+# Name -> values that ask for nothing (null always does).
+UNSUPPORTED_BOTH: dict[str, tuple[Any, ...]] = {
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logprobs": (False,),
+}
+UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
+    **UNSUPPORTED_BOTH,
+    "top_logprobs": (0,),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "moderation": (),
+    "functions": ([],),
+    "function_call": ("none",),
+}
+UNSUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = {
+    **UNSUPPORTED_BOTH,
+    "suffix": ("",),
+    "echo": (False,),
+    "best_of": (1,),
+}
+
+Parsed = TypeVar("Parsed", bound=msgspec.Struct)
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """Return the object in a body.
+
+    Raises  RequestError for malformed JSON and for JSON that is no object.
+    """
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise RequestError(
+            "invalid_json",
+            f"the body ({len(body)} bytes) is not JSON: {reason}; send one JSON object",
+        ) from error
+    if not isinstance(value, dict):
+        raise RequestError(
+            "invalid_json",
+            f"the body is JSON of type {type(value).__name__}; allowed: an object; see docs/api.md",
+        )
+    return value
+
+
+def parse_chat(body: dict[str, Any]) -> ChatRequest:
+    """Return a checked chat request.
+
+    Raises  RequestError naming the field by its path.
+    """
+    request = _convert(body, ChatRequest, UNSUPPORTED_CHAT)
+    if not request.messages:
+        _refuse("invalid_request", "messages", "messages is empty; give at least one message")
+    for place, message in enumerate(request.messages):
+        _check_parts(
+            _convert_part(message, Message, f"messages[{place}]"), f"messages[{place}].content"
+        )
+    for place, tool in enumerate(request.tools or []):
+        _convert_part(tool, Tool, f"tools[{place}]")
+    _check_tool_choice(request)
+    _check_sampling(request)
+    return request
+
+
+def parse_completion(body: dict[str, Any]) -> CompletionRequest:
+    """Return a checked completion request.
+
+    Raises  RequestError naming the field by its path.
+    """
+    request = _convert(body, CompletionRequest, UNSUPPORTED_COMPLETION)
+    _check_sampling(request)
+    return request
+
+
+def completion_prompts(request: CompletionRequest) -> list[str | list[int]]:
+    """Return the prompts: one text, texts, one list of token ids, or lists of token ids.
+
+    Raises  RequestError for any mixture.
+    """
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt and all(isinstance(item, str) for item in prompt):
+        return prompt
+    if prompt and all(_is_id(item) for item in prompt):
+        return [prompt]
+    if prompt and all(isinstance(p, list) and p and all(map(_is_id, p)) for p in prompt):
+        return prompt
+    raise RequestError(
+        "invalid_request",
+        "prompt is an empty or mixed list; allowed: a string, a list of strings, a list of token ids, "
+        "or a list of lists of token ids",
+        param="prompt",
+    )
+
+
+def quoted(value: Any) -> str:
+    """Return a client's value for a message, cut to a bounded length."""
+    text = repr(value)
+    return text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]}... ({len(text)} characters)"
+
+
+def _is_id(item: Any) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool)
+
+
+def _convert(
+    body: dict[str, Any], kind: type[Parsed], unsupported: dict[str, tuple[Any, ...]]
+) -> Parsed:
+    fields = set(kind.__struct_fields__)
+    for name, value in body.items():
+        if name in fields or name in IGNORED:
+            continue
+        if name not in unsupported:
+            _refuse_unknown(name, name, fields | IGNORED | set(unsupported))
+        if value is not None and value not in unsupported[name]:
+            allowed = " or ".join(
+                ["null", *(msgspec.json.encode(v).decode() for v in unsupported[name])]
+            )
+            _refuse(
+                "unsupported_value",
+                name,
+                f"{name}={quoted(value)} is not supported by this server yet; allowed: {allowed}; leave it out",
+            )
+    return _convert_part({k: v for k, v in body.items() if k in fields}, kind, "")
+
+
+def _convert_part(value: Any, kind: type[Parsed], path: str) -> Parsed:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        text, _, where = str(error).partition(" - at `$")
+        inner = where.rstrip("`").replace("[...]", "")
+        text = text.rstrip(".")
+        missing = _name_in(text, "Object missing required field `")
+        unknown = _name_in(text, "Object contains unknown field `")
+        if unknown:
+            full = _join(path, f"{inner}.{unknown}")
+            known = set(kind.__struct_fields__) if not inner else set()
+            _refuse_unknown(full, unknown, known, error)
+        full = _join(path, f"{inner}.{missing}" if missing else inner)
+        reason = "is missing" if missing else f"is wrong: {text[0].lower()}{text[1:]}"
+        raise RequestError(
+            "invalid_request", f"{full or 'the body'} {reason}; see docs/api.md", param=full or None
+        ) from error
+
+
+def _join(path: str, inner: str) -> str:
+    return f"{path}{inner}".strip(".") if path else inner.strip(".")
+
+
+def _name_in(text: str, prefix: str) -> str | None:
+    return text.removeprefix(prefix).rstrip("`") if text.startswith(prefix) else None
+
+
+def _refuse(code: str, param: str, message: str, cause: Exception | None = None) -> None:
+    raise RequestError(code, message, param=param) from cause
+
+
+def _refuse_unknown(
+    param: str, name: str, known: set[str] | frozenset[str], cause: Exception | None = None
+) -> None:
+    near = difflib.get_close_matches(name, sorted(known), n=2)
+    hint = f"did you mean {' or '.join(near)}?" if near else "leave it out"
+    _refuse(
+        "unknown_field", param[:MAX_QUOTED], f"{quoted(param)} is not a known field; {hint}", cause
+    )
+
+
+def _check_parts(message: Message, path: str) -> None:
+    if not isinstance(message.content, list):
+        return
+    for place, part in enumerate(message.content):
+        kind = part.get("type")
+        if kind not in ("text", "refusal"):
+            _refuse(
+                "unsupported_value",
+                f"{path}[{place}].type",
+                f"{path}[{place}] has type {quoted(kind)}; gpt-oss reads text only; allowed: text, refusal",
+            )
+        if not isinstance(part.get(kind), str):
+            _refuse(
+                "invalid_request",
+                f"{path}[{place}].{kind}",
+                f"{path}[{place}].{kind} is {quoted(part.get(kind))}; allowed: a string",
+            )
+
+
+def _check_tool_choice(request: ChatRequest) -> None:
+    choice = request.tool_choice
+    if choice is None:
+        return
+    if not request.tools and choice != "none":
+        _refuse(
+            "invalid_request",
+            "tool_choice",
+            f"tool_choice={quoted(choice)} was given without tools; allowed then: none; give tools or leave it out",
+        )
+    if choice in ("none", "auto"):
+        return
+    if choice == "required" or isinstance(choice, dict):
+        _refuse(
+            "unsupported_value",
+            "tool_choice",
+            f"tool_choice={quoted(choice)} cannot be enforced by this server yet; allowed: none, auto",
+        )
+    _refuse("invalid_request", "tool_choice", f"tool_choice={quoted(choice)}; allowed: none, auto")
+
+
+def _check_sampling(request: SamplingFields) -> None:
+    if request.n is not None and not 1 <= request.n <= MAX_CHOICES:
+        _refuse("invalid_request", "n", f"n={request.n}; allowed: 1 to {MAX_CHOICES}")
+    if request.stream_options is not None and not request.stream:
+        _refuse(
+            "invalid_request",
+            "stream_options",
+            "stream_options was given without stream=true; set stream or leave it out",
+        )
+    strings = stop_strings(request)
+    if len(strings) > MAX_STOPS:
+        _refuse(
+            "invalid_request",
+            "stop",
+            f"stop has {len(strings)} strings; allowed: {MAX_STOPS} at most",
+        )
+    if "" in strings:
+        _refuse("invalid_request", "stop", "stop has an empty string; allowed: 1 character or more")
+
+
+def stop_strings(request: SamplingFields) -> list[str]:
+    """Return the stop strings as a list."""
+    if request.stop is None:
+        return []
+    return [request.stop] if isinstance(request.stop, str) else request.stop

@@ -1,0 +1,276 @@
+"""JSON bodies of requests and answers as structs; field names are OpenAI's.
+
+Requests: what is not a field here is refused by name (`parsing.py`). Answers: fields that are UNSET are not sent.
+Knows no formatter and no engine.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+# ---- requests ----------------------------------------------------------------------------------------------
+
+
+class StreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Options of a streamed answer."""
+
+    include_usage: bool | None = False
+    include_obfuscation: bool | None = False
+    """Accepted; padding against traffic analysis is not sent."""
+
+
+class FunctionDefinition(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A function the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    """Accepted; arguments are not yet held to the schema (docs/api.md)."""
+
+
+class Tool(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A tool; only functions exist on chat completions."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class CalledFunction(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Name and arguments of a call in the history."""
+
+    name: str
+    arguments: str
+
+
+class HistoryCall(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A call that the model made earlier."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+    index: int | None = None
+    """Left over from a streamed answer; not read."""
+
+
+class Message(Struct, kw_only=True, forbid_unknown_fields=True):
+    """One message of the conversation; which fields a role needs is checked by the formatter."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[HistoryCall] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    # What clients copy from an answer into the history; none of it reaches the prompt.
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+
+class SamplingFields(Struct, kw_only=True):
+    """What chat completions and completions share."""
+
+    model: str
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    max_tokens: int | None = None
+
+
+class ChatRequest(SamplingFields, kw_only=True):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[Any]
+    """Each is read as a Message."""
+    tools: list[Any] | None = None
+    """Each is read as a Tool."""
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    max_completion_tokens: int | None = None
+    include_reasoning: bool | None = True
+    """False leaves reasoning out of the answer; it is generated and counted all the same."""
+
+
+class CompletionRequest(SamplingFields, kw_only=True):
+    """Body of POST /v1/completions."""
+
+    prompt: str | list[Any]
+
+
+# ---- answers -----------------------------------------------------------------------------------------------
+
+
+class PromptDetails(Struct, kw_only=True):
+    """Where prompt tokens came from."""
+
+    cached_tokens: int = 0
+
+
+class CompletionDetails(Struct, kw_only=True):
+    """What completion tokens were spent on."""
+
+    reasoning_tokens: int = 0
+
+
+class Usage(Struct, kw_only=True):
+    """Tokens of a request; completion tokens include reasoning and the stop token."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
+
+
+class FunctionPiece(Struct, kw_only=True):
+    """Name (first piece) and more arguments of a call."""
+
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class ToolCallPiece(Struct, kw_only=True):
+    """A piece of a call: index always, id, type and name with the first."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionPiece
+
+
+class ChatDelta(Struct, kw_only=True):
+    """What a chunk adds to a message. Reasoning has two names because clients read one or the other."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallPiece] | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct, kw_only=True):
+    """One choice of a chunk."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: None = None
+    finish_reason: str | None = None
+
+
+class ChatChunk(Struct, kw_only=True):
+    """One event of a streamed chat answer."""
+
+    id: str
+    object: str = "chat.completion.chunk"
+    created: int
+    model: str
+    system_fingerprint: str | None = None
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class ToolCall(Struct, kw_only=True):
+    """A whole call."""
+
+    id: str
+    type: str = "function"
+    function: CalledFunction
+
+
+class ChatMessage(Struct, kw_only=True):
+    """The message of a whole answer."""
+
+    role: str = "assistant"
+    content: str | None = None
+    refusal: None = None
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class ChatChoice(Struct, kw_only=True):
+    """One choice of a whole answer."""
+
+    index: int
+    message: ChatMessage
+    logprobs: None = None
+    finish_reason: str
+
+
+class ChatCompletion(Struct, kw_only=True):
+    """A whole chat answer."""
+
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    system_fingerprint: str | None = None
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class CompletionChoice(Struct, kw_only=True):
+    """Text of one choice; of a chunk or whole."""
+
+    index: int
+    text: str
+    logprobs: None = None
+    finish_reason: str | None = None
+
+
+class Completion(Struct, kw_only=True):
+    """A whole text completion, or one chunk of it."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: str | None = None
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class Model(Struct, kw_only=True):
+    """A model that requests may name."""
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "rose"
+    max_model_len: int | UnsetType = UNSET
+    """Context length in tokens, once the engine is ready; not OpenAI's, but clients look for it."""
+
+
+class ModelList(Struct, kw_only=True):
+    """Body of GET /v1/models."""
+
+    object: str = "list"
+    data: list[Model]
+
+
+class Health(Struct, kw_only=True):
+    """Body of GET /health and GET /ready."""
+
+    status: str
+    """ok, loading or failed."""
+    detail: str = ""
+    model: str | UnsetType = UNSET
+    context_tokens: int | UnsetType = UNSET
+    num_running: int | UnsetType = UNSET
+    num_waiting: int | UnsetType = UNSET
+
+
+encode = msgspec.json.Encoder().encode

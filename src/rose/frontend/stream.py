@@ -1,0 +1,144 @@
+"""A job as an HTTP answer: one JSON body or server-sent events, errors at any moment, client gone at any moment.
+
+The status line waits for the first event of the engine, so that a refused request gets its own status; a failure
+after it becomes an `error` event. Knows chunks and bytes, not what is in them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from starlette.types import Receive, Scope, Send
+
+from rose.frontend.client import EngineClient
+from rose.frontend.errors import RequestError, error_body, error_headers
+from rose.frontend.generation import Job, Piece, pieces
+from rose.frontend.metrics import Metrics
+from rose.frontend.schemas import encode
+from rose.utils.log import get_logger
+
+SSE_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+DONE = b"data: [DONE]\n\n"
+
+logger = get_logger(__name__)
+
+
+class Writer(Protocol):
+    """Makes chunks of pieces: `ChatWriter` or `CompletionWriter`."""
+
+    def chunks(self, piece: Piece) -> list[Any]: ...
+    def usage_chunk(self) -> Any: ...
+
+
+class Fold(Protocol):
+    """Makes a whole answer of chunks: `ChatFold` or `CompletionFold`."""
+
+    def add(self, chunks: Iterable[Any]) -> None: ...
+    def completion(self) -> Any: ...
+
+
+def sse_lines(chunks: Iterable[Any]) -> bytes:
+    """Return chunks as server-sent events; JSON holds no raw line break, so one data line each is right."""
+    return b"".join(b"data: " + encode(chunk) + b"\n\n" for chunk in chunks)
+
+
+class AnswerResponse:
+    """The ASGI response of one job."""
+
+    def __init__(
+        self, client: EngineClient, job: Job, *, writer: Writer, fold: Fold, metrics: Metrics
+    ) -> None:
+        self._client = client
+        self._job = job
+        self._writer = writer
+        self._fold = fold
+        self._metrics = metrics
+        self._is_started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, or stop the work as soon as the client is gone."""
+        work = asyncio.ensure_future(self._answer(send))
+        gone = asyncio.ensure_future(_until_disconnect(receive))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                self._metrics.disconnected(self._job.endpoint)
+                logger.info("%s: the client left, its request is aborted", self._job.answer_id)
+        finally:
+            # Cancelling closes `pieces`, which aborts the engine's request.
+            was_done = work.done()
+            work.cancel()
+            gone.cancel()
+            results = await asyncio.gather(work, gone, return_exceptions=True)
+        if was_done and isinstance(results[0], Exception):
+            raise results[0]
+
+    async def _answer(self, send: Send) -> None:
+        try:
+            await (self._stream(send) if self._job.is_stream else self._whole(send))
+        except RequestError as error:
+            await self._fail(error, send)
+        except Exception:
+            # Answered rather than dropped: a client would take a cut stream for a finished one.
+            logger.exception("%s failed", self._job.answer_id)
+            error = RequestError("internal_error", "the server failed while it wrote this answer")
+            await self._fail(error, send)
+
+    async def _stream(self, send: Send) -> None:
+        async with aclosing(pieces(self._client, self._job, self._metrics)) as source:
+            async for piece in source:
+                await self._send_part(send, sse_lines(self._writer.chunks(piece)))
+        end = sse_lines([self._writer.usage_chunk()]) if self._job.with_usage else b""
+        self._metrics.finished(self._job)
+        await self._send_part(send, end + DONE, is_last=True)
+
+    async def _whole(self, send: Send) -> None:
+        async with aclosing(pieces(self._client, self._job, self._metrics)) as source:
+            async for piece in source:
+                self._fold.add(self._writer.chunks(piece))
+        self._metrics.finished(self._job)
+        await _send_json(send, 200, encode(self._fold.completion()))
+
+    async def _send_part(self, send: Send, body: bytes, *, is_last: bool = False) -> None:
+        if not self._is_started:
+            self._is_started = True
+            await send(_start(200, SSE_HEADERS))
+        if body or is_last:
+            await send({"type": "http.response.body", "body": body, "more_body": not is_last})
+
+    async def _fail(self, error: RequestError, send: Send) -> None:
+        self._metrics.answered(self._job.endpoint, error.kind.status, "error")
+        if self._is_started:
+            body = b"data: " + error_body(error) + b"\n\n" + DONE
+            await self._send_part(send, body, is_last=True)
+        else:
+            await _send_json(send, error.kind.status, error_body(error), error_headers(error))
+
+
+async def _until_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send_json(
+    send: Send, status: int, body: bytes, headers: dict[str, str] | None = None
+) -> None:
+    whole = {
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        **(headers or {}),
+    }
+    await send(_start(status, whole))
+    await send({"type": "http.response.body", "body": body})
+
+
+def _start(status: int, headers: dict[str, str]) -> dict[str, Any]:
+    pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+    return {"type": "http.response.start", "status": status, "headers": pairs}

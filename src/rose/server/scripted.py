@@ -1,0 +1,238 @@
+"""An engine that replays token ids instead of computing them: for tests and for people who build clients.
+
+Speaks the same channel as the real engine and imports no torch. One line of the script answers one request; after
+the last line the first comes again. Knows no text: `rose serve --scripted` turns text into ids before.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from rose.protocol.channel import EngineEndpoint
+from rose.protocol.event import (
+    EngineStatus,
+    ErrorCode,
+    ErrorEvent,
+    FinishedEvent,
+    FinishReason,
+    FromEngine,
+    TokensEvent,
+)
+from rose.protocol.request import Abort, Request, StatusQuery, ToEngine
+from rose.utils.errors import ConfigError
+
+IDLE_MS = 200
+STATUS_SECONDS = 1.0
+DEATH_EXIT_CODE = 70
+
+
+class ScriptError(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A failure to play."""
+
+    message: str
+    code: ErrorCode = "engine_failed"
+
+
+class ScriptLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one request is answered with."""
+
+    tokens: list[int] = []
+    finish_reason: FinishReason | None = None
+    """None: stop after the last token, or length where the request's limit comes first."""
+    delay_ms: float = 0.0
+    """Before each event."""
+    tokens_per_event: int = 1
+    cached_tokens: int = 0
+    error: ScriptError | str | None = None
+    """Sent after the tokens, in place of the end."""
+    is_fatal: bool = False
+    """After the tokens the engine's process ends."""
+
+
+class ScriptConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything a scripted engine is started with."""
+
+    address: str
+    model: str
+    lines: list[ScriptLine]
+    context_tokens: int = 131_072
+    vocab_size: int = 201_088
+    max_running: int = 256
+    """More requests at once are refused with queue_full."""
+
+
+@dataclass(slots=True)
+class _Play:
+    """One request while it is answered."""
+
+    request: Request
+    line: ScriptLine
+    due: float
+    num_sent: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return min(len(self.line.tokens), self.request.max_tokens)
+
+
+class ScriptedEngine:
+    """Requests in, events out, at the times the script says."""
+
+    def __init__(self, config: ScriptConfig) -> None:
+        if not config.lines:
+            raise ConfigError(
+                "the script has no lines; allowed: one JSON object per line and request; see docs/api.md"
+            )
+        self._config = config
+        self._lines = itertools.cycle(config.lines)
+        self._plays: dict[str, _Play] = {}
+        self._status_due = 0.0
+        self._num_prompt_tokens = 0
+        self._num_output_tokens = 0
+        self._num_steps = 0
+
+    def take(self, message: ToEngine, now: float) -> list[FromEngine]:
+        """Take one message; return what is answered at once."""
+        if isinstance(message, StatusQuery):
+            return [self.status()]
+        if isinstance(message, Abort):
+            self._plays.pop(message.request_id, None)
+            return []
+        problem = self._refusal(message)
+        if problem is not None:
+            return [problem]
+        line = next(self._lines)
+        due = now + line.delay_ms / 1000
+        self._plays[message.request_id] = _Play(message, line, due)
+        self._num_prompt_tokens += len(message.prompt_token_ids)
+        return []
+
+    def step(self, now: float) -> list[FromEngine]:
+        """Return the events that are due."""
+        events: list[FromEngine] = []
+        for request_id, play in list(self._plays.items()):
+            if play.due <= now:
+                events += self._advance(play)
+                if not isinstance(events[-1], TokensEvent):
+                    del self._plays[request_id]
+        self._num_steps += bool(events)
+        if now >= self._status_due:
+            self._status_due = now + STATUS_SECONDS
+            events.append(self.status())
+        return events
+
+    def wait_ms(self, now: float) -> int:
+        """Return how long nothing will be due."""
+        due = min((play.due for play in self._plays.values()), default=now + 1)
+        return max(0, min(IDLE_MS, int((due - now) * 1000)))
+
+    def status(self) -> EngineStatus:
+        """Return the engine's state."""
+        return EngineStatus(
+            is_ready=True,
+            model=self._config.model,
+            context_tokens=self._config.context_tokens,
+            vocab_size=self._config.vocab_size,
+            num_running=len(self._plays),
+            num_steps=self._num_steps,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_output_tokens=self._num_output_tokens,
+        )
+
+    def _refusal(self, request: Request) -> ErrorEvent | None:
+        def refuse(code: ErrorCode, message: str) -> ErrorEvent:
+            return ErrorEvent(request_id=request.request_id, code=code, message=message)
+
+        needed = len(request.prompt_token_ids) + request.max_tokens
+        if request.request_id in self._plays:
+            return refuse("duplicate_request_id", f"request {request.request_id!r} already runs")
+        if len(self._plays) >= self._config.max_running:
+            return refuse("queue_full", f"{len(self._plays)} requests run; try again later")
+        if needed > self._config.context_tokens:
+            limit = self._config.context_tokens
+            return refuse("context_length_exceeded", f"{needed} tokens asked for; allowed: {limit}")
+        return None
+
+    def _advance(self, play: _Play) -> list[FromEngine]:
+        if play.num_sent >= play.num_tokens:
+            return [self._end(play)]
+        first = play.num_sent
+        play.num_sent = min(first + max(1, play.line.tokens_per_event), play.num_tokens)
+        play.due += play.line.delay_ms / 1000
+        self._num_output_tokens += play.num_sent - first
+        events: list[FromEngine] = [
+            TokensEvent(
+                request_id=play.request.request_id,
+                token_ids=play.line.tokens[first : play.num_sent],
+                num_cached_tokens=play.line.cached_tokens if first == 0 else 0,
+            )
+        ]
+        if play.num_sent == play.num_tokens and not play.line.is_fatal:
+            events.append(self._end(play))
+        return events
+
+    def _end(self, play: _Play) -> FromEngine:
+        request_id, line = play.request.request_id, play.line
+        is_cut = len(line.tokens) > play.num_tokens
+        if line.is_fatal and not is_cut:
+            os._exit(DEATH_EXIT_CODE)  # a crash: nothing is closed, nobody is told
+        if line.error is not None and not is_cut:
+            error = ScriptError(message=line.error) if isinstance(line.error, str) else line.error
+            return ErrorEvent(request_id=request_id, code=error.code, message=error.message)
+        return FinishedEvent(
+            request_id=request_id,
+            reason="length" if is_cut else line.finish_reason or "stop",
+            num_prompt_tokens=len(play.request.prompt_token_ids),
+            num_output_tokens=play.num_sent,
+        )
+
+
+def serve(engine: ScriptedEngine, endpoint: EngineEndpoint) -> None:
+    """Answer messages until the process is ended."""
+    while True:
+        message = endpoint.receive(engine.wait_ms(time.monotonic()))
+        events: list[FromEngine] = []
+        while message is not None:
+            events += engine.take(message, time.monotonic())
+            message = endpoint.receive()
+        events += engine.step(time.monotonic())
+        if events:
+            endpoint.send(events)
+
+
+def decode_config(raw: bytes) -> ScriptConfig:
+    """Read a ScriptConfig from JSON.
+
+    Raises  ConfigError where it is none.
+    """
+    try:
+        return msgspec.json.decode(raw, type=ScriptConfig)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"the scripted engine's configuration cannot be read: {error}") from error
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the engine whose configuration stands in the file named first."""
+    from pathlib import Path
+
+    config = decode_config(Path(arguments[0]).read_bytes())
+    endpoint = EngineEndpoint(config.address)
+    try:
+        serve(ScriptedEngine(config), endpoint)
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        endpoint.close()
+    return 0
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.exit(main(sys.argv[1:]))
