@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from rose.models.base import CausalLM
 from rose.runtime.plan import StepPlan, StepResult
 
 
 class Decoder(Protocol):
     """A step in two halves, so that the host can plan step n+1 while the device runs step n."""
 
+    model: CausalLM
+    """The model whose tokens these are."""
     can_overlap: bool
     """Whether step n+1 may be launched before step n is collected: only where every sequence gets exactly
     one token per step, since the host must know positions without knowing tokens."""

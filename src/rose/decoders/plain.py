@@ -30,6 +30,7 @@ class PlainDecoder:
         graph_max_lengths: tuple[int, ...],
     ) -> None:
         self.runner = runner
+        self.model = runner.model
         self._sampler = sampler
         self._tables = runner.tables
         num_slots = runner.tables.padding_slot
@@ -65,7 +66,7 @@ class PlainDecoder:
 
     def kernel_table(self) -> list[tuple[str, str, str]]:
         """See Decoder."""
-        return self.runner.model.kernel_table() + self._sampler.kernel_table()
+        return self.model.kernel_table() + self._sampler.kernel_table()
 
     def _launch_decode(self, plan: StepPlan, filtered: bool) -> Tensor:
         num_rows = len(plan.decode)

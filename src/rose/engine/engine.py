@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from rose.cache.table import PageTable
+from rose.config.engine import EngineConfig
 from rose.decoders.base import Decoder
+from rose.decoders.build import BuiltDecoder, build_decoder
 from rose.engine.admission import refusal
 from rose.engine.commit import commit, finished
 from rose.engine.metrics import Counters
@@ -31,7 +33,11 @@ from rose.protocol.event import (
 )
 from rose.protocol.request import Request
 from rose.runtime.plan import StepResult
+from rose.utils.device import detect
 from rose.utils.errors import RoseError
+from rose.utils.log import get_logger
+
+_logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +84,50 @@ class LLMEngine:
         self._sequences: dict[str, Sequence] = {}
         self._handles: deque[Any] = deque()
         self._seeds = random.Random(seed)  # seeds of requests, nothing secret
+
+    @classmethod
+    def from_model(
+        cls,
+        model: Any,
+        config: EngineConfig,
+        *,
+        is_overlapped: bool | None = None,
+        report: Callable[[str], None] = _logger.info,
+    ) -> LLMEngine:
+        """Build an engine around a model (a CausalLM) whose parameters are on the device already.
+
+        Units    is_overlapped None: on a CUDA device, where planning and computing are different processors
+        Raises   ConfigError
+        """
+        device = detect(config.device)
+        config = config.resolve(device, checkpoint_format="bf16")
+        built = build_decoder(model, config, device, report)
+        return cls._from_decoder(built, is_overlapped)
+
+    @classmethod
+    def _from_decoder(cls, built: BuiltDecoder, is_overlapped: bool | None) -> LLMEngine:
+        for line in built.lines():
+            _logger.info("%s", line)
+        if is_overlapped is None:
+            is_overlapped = built.assembly.device.kind == "cuda" and built.decoder.can_overlap
+        table = PageTable(built.assembly.layout, built.assembly.memory.num_pages)
+        limits = EngineLimits(
+            model=built.config.model,
+            context_tokens=built.context_tokens,
+            vocab_size=built.vocab_size,
+        )
+        return cls(
+            Scheduler(built.config.scheduler, table),
+            built.decoder,
+            limits,
+            is_overlapped=is_overlapped,
+            seed=built.config.seed,
+        )
+
+    @property
+    def model(self) -> Any:
+        """Return the model that the decoder runs."""
+        return self.decoder.model
 
     @property
     def table(self) -> PageTable:
