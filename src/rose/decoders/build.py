@@ -10,6 +10,7 @@ from rose.decoders.base import Decoder
 from rose.decoders.registry import find_decoder
 from rose.models.base import CausalLM
 from rose.runtime.assemble import Assembly, assemble
+from rose.runtime.load import load_model
 from rose.sampling.sampler import Sampler
 from rose.utils.device import DeviceFacts
 
@@ -57,3 +58,14 @@ def build_decoder(
         context_tokens=min(limit, model.config.context_tokens),
         vocab_size=model.config.vocab_size,
     )
+
+
+def load_decoder(
+    config: EngineConfig, device: DeviceFacts, report: Callable[[str], None]
+) -> BuiltDecoder:
+    """Load the checkpoint that the configuration names and build everything around it.
+
+    Raises   ConfigError, CheckpointError
+    """
+    model, resolved = load_model(config, device, report)
+    return build_decoder(model, resolved, device, report)

@@ -17,7 +17,7 @@ import msgspec
 from rose.cache.table import PageTable
 from rose.config.engine import EngineConfig
 from rose.decoders.base import Decoder
-from rose.decoders.build import BuiltDecoder, build_decoder
+from rose.decoders.build import BuiltDecoder, build_decoder, load_decoder
 from rose.engine.admission import refusal
 from rose.engine.commit import commit, finished
 from rose.engine.metrics import Counters
@@ -103,6 +103,20 @@ class LLMEngine:
         config = config.resolve(device, checkpoint_format="bf16")
         built = build_decoder(model, config, device, report)
         return cls._from_decoder(built, is_overlapped)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: EngineConfig,
+        *,
+        is_overlapped: bool | None = None,
+        report: Callable[[str], None] = _logger.info,
+    ) -> LLMEngine:
+        """Load a checkpoint and build an engine around it; arguments as in `from_model`.
+
+        Raises   ConfigError, CheckpointError
+        """
+        return cls._from_decoder(load_decoder(config, detect(config.device), report), is_overlapped)
 
     @classmethod
     def _from_decoder(cls, built: BuiltDecoder, is_overlapped: bool | None) -> LLMEngine:
