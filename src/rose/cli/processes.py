@@ -1,4 +1,4 @@
-"""The engine as a child process: started with its configuration in a private folder, never left behind."""
+"""The engine as a child process that is never left behind, and a private folder for its socket."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import ctypes
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 STOP_SECONDS = 10.0
@@ -49,15 +49,10 @@ class EngineProcess:
 
 
 @contextlib.asynccontextmanager
-async def engine_process(
-    module: str, configuration: bytes, folder: Path
-) -> AsyncIterator[EngineProcess]:
-    """Run `python -m module FILE`, FILE holding the configuration; it is ended with the block."""
-    path = folder / "engine.json"
-    path.write_bytes(configuration)
+async def engine_process(command: Sequence[str]) -> AsyncIterator[EngineProcess]:
+    """Run a command that serves the channel; it is ended with the block."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", module, str(path)),
+        *command,
         stdin=asyncio.subprocess.DEVNULL,
         # A session of its own: Ctrl-C reaches the frontend alone, which then ends the engine in order.
         start_new_session=True,
@@ -71,7 +66,7 @@ async def engine_process(
 
 
 @contextlib.contextmanager
-def private_folder():  # noqa: ANN201
+def private_folder() -> Iterator[Path]:
     """Return a folder only this user can enter, for sockets and configuration; removed with the block."""
     with tempfile.TemporaryDirectory(prefix="rose-") as folder:
         yield Path(folder)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +22,15 @@ from rose.utils.errors import ConfigError
 from rose.utils.log import configure_logging
 
 EMBEDDED_MODEL = Path(__file__).parents[1] / "assets" / "tiny-gpt-oss"
-ENGINE_MODULE = "rose.server.main"
-SCRIPTED_MODULE = "rose.server.scripted"
 EXIT_USER_ERROR = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What is started: a module with a configuration, and what the frontend needs to know of it."""
+    """What is started, and what the frontend needs to know of it."""
 
-    module: str
-    configuration: dict[str, Any]
-    """Gets the channel's `address` when it is known."""
+    command: Callable[[str, Path], list[str]]
+    """Given the channel's address and a private folder: the command line of the engine."""
     model_folder: Path | None
     """Where the tokenizer is; None: the published vocabulary."""
     model_names: tuple[str, ...]
@@ -53,26 +52,30 @@ def serve(model: str | None, scripted: Path | None, log_level: str, **arguments:
     Without MODEL the small embedded model answers. Options of the engine's tree can also be written with
     their place in it, as in --cache.page-tokens.
     """
-    configure_logging(_checked_level(log_level))
+    log_level = _checked_level(log_level)
+    configure_logging(log_level)
     engine_values = given_values(EngineConfig, arguments)
     frontend = _checked(given_values(FrontendConfig, arguments), engine_values)
     if scripted is None:
-        launch = model_launch(model, engine_values, frontend)
+        launch = model_launch(model, engine_values, frontend, log_level=log_level)
     else:
         launch = scripted_launch(scripted, model, engine_values, frontend)
     return run(launch, frontend)
 
 
-def model_launch(model: str | None, engine_values: dict, frontend: FrontendConfig) -> Launch:
+def model_launch(
+    model: str | None, engine_values: dict, frontend: FrontendConfig, *, log_level: str
+) -> Launch:
     """Return how to start the real engine.
 
     Raises  ConfigError where there is no such model folder or an option is wrong.
     """
+    from rose.server.launch import engine_command
+
     folder = _model_folder(model)
     config = build(EngineConfig, {**engine_values, ("model",): str(folder)})
     return Launch(
-        module=ENGINE_MODULE,
-        configuration={"engine": dataclasses.asdict(config)},
+        command=lambda address, _: engine_command(config, address, log_level=log_level),
         model_folder=folder,
         model_names=frontend.served_model_name or (folder.resolve().name,),
     )
@@ -99,9 +102,14 @@ def scripted_launch(
     configuration: dict[str, Any] = {"model": names[0], "lines": read_script(script, folder)}
     if context_tokens is not None:
         configuration["context_tokens"] = context_tokens
+
+    def command(address: str, private: Path) -> list[str]:
+        path = private / "script.json"
+        path.write_bytes(msgspec.json.encode({**configuration, "address": address}))
+        return [sys.executable, "-m", "rose.server.scripted", str(path)]
+
     return Launch(
-        module=SCRIPTED_MODULE,
-        configuration=configuration,
+        command=command,
         model_folder=folder,
         model_names=names,
     )
@@ -120,14 +128,18 @@ def run(launch: Launch, config: FrontendConfig) -> int:
 
 
 async def _run(launch: Launch, config: FrontendConfig, announcer: Announcer) -> int:
-    from rose.frontend.formatters.registry import make_formatters
+    from rose.frontend.formatters.registry import build_formatter
+    from rose.frontend.jobs import Formatters
     from rose.frontend.main import Frontend
+    from rose.frontend.tokenizer import load_tokenizer
 
     # The tokenizer first: a folder without a usable one is refused before any weight is read.
-    formatters = make_formatters(config.formatter, launch.model_folder)
+    tokenizer = load_tokenizer(launch.model_folder)
+    formatters = Formatters(
+        chat=build_formatter(config.formatter, tokenizer), text=build_formatter("plain", tokenizer)
+    )
     with private_folder() as folder:
         address = f"ipc://{folder}/engine"
-        configuration = msgspec.json.encode({**launch.configuration, "address": address})
         frontend = Frontend(
             config,
             address=address,
@@ -135,7 +147,7 @@ async def _run(launch: Launch, config: FrontendConfig, announcer: Announcer) -> 
             model_names=launch.model_names,
             announce=announcer,
         )
-        async with engine_process(launch.module, configuration, folder) as engine:
+        async with engine_process(launch.command(address, folder)) as engine:
             code = await frontend.run(engine.death)
             # An engine that refused its configuration has said why; its exit code is ours.
             return EXIT_USER_ERROR if engine.exit_code == EXIT_USER_ERROR else code
