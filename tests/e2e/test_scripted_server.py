@@ -111,7 +111,7 @@ def test_rose_chat_shows_reasoning_calls_and_content(answering, capsys):
 def test_metrics_are_prometheus_text(answering):
     text = answering.http.get("/metrics").text
     assert "rose_time_to_first_token_seconds_bucket" in text
-    assert "rose_requests_running 0.0" in text
+    assert "rose_requests_running " in text
 
 
 def _running(server) -> float:
@@ -119,34 +119,35 @@ def _running(server) -> float:
     return float(text.split("\nrose_requests_running ")[1].split("\n")[0])
 
 
-def _send_and_leave(url, body, *, wait_for):
-    """Send a request over a bare socket, wait for some bytes of the answer (b"": for nothing), hang up."""
-    where = urlsplit(url)
+def _until(condition, seconds, what):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.02)
+
+
+def _send(connection, server, body):
     raw = json.dumps(body).encode()
     head = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nHost: {where.netloc}\r\n"
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: {urlsplit(server.url).netloc}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
     )
-    with socket.create_connection((where.hostname, where.port), timeout=10) as connection:
-        connection.sendall(head.encode() + raw)
-        seen = b""
-        while wait_for not in seen:
-            seen += connection.recv(65536)
-        if not wait_for:
-            time.sleep(0.3)
+    connection.sendall(head.encode() + raw)
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_the_engine(scripted, stream):
     text = "<|channel|>final<|message|>" + "word " * 4000
     with scripted([{"text": text, "delay_ms": 20}]) as server:
-        body = {**CHAT, "stream": stream, "max_completion_tokens": 4000}
-        _send_and_leave(server.url, body, wait_for=b'"content":"word' if stream else b"")
-        left = time.monotonic()
+        where = urlsplit(server.url)
+        with socket.create_connection((where.hostname, where.port), timeout=10) as connection:
+            _send(connection, server, {**CHAT, "stream": stream, "max_completion_tokens": 4000})
+            seen = b""
+            while stream and b'"content":"word' not in seen:
+                seen += connection.recv(65536)
+            _until(lambda: _running(server) == 1, 5, "the request never ran")
         # The engine's state is asked for once a second, so two seconds are the promise (load-disconnect).
-        while _running(server) > 0:
-            assert time.monotonic() - left < 2.0
-            time.sleep(0.05)
+        _until(lambda: _running(server) == 0, 2, "the request still runs")
         assert "rose_client_disconnects_total 1.0" in server.http.get("/metrics").text
         short = server.http.post("/v1/chat/completions", json={**CHAT, "max_tokens": 4})
         assert short.status_code == 200

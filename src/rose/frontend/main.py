@@ -113,7 +113,8 @@ class Frontend:
     async def _watch(
         self, engine_death: asyncio.Future[str], client: EngineClient, server: _Server
     ) -> None:
-        reason = await engine_death
+        # Shielded: this task is cancelled at a normal end, the future belongs to who ends the engine.
+        reason = await asyncio.shield(engine_death)
         if server.should_exit:
             return
         self._exit_code = EXIT_ENGINE_DIED
