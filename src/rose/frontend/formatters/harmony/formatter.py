@@ -27,8 +27,12 @@ class HarmonyFormatter:
     def encode(self, conversation: dict[str, Any]) -> EncodedPrompt:
         """Render a body of chat completions or (`api`: responses) Responses."""
         read = read_conversation(conversation)
+        try:
+            token_ids = self._renderer.render(drop_finished_reasoning(read.messages))
+        except RecursionError:
+            raise problem("tools", "a schema nested too deeply", "some hundred levels") from None
         return EncodedPrompt(
-            token_ids=self._renderer.render(drop_finished_reasoning(read.messages)),
+            token_ids=token_ids,
             stop_token_ids=self._renderer.tokens.stops,
             declared_tools=read.function_names,
         )
