@@ -44,8 +44,6 @@ class ParsedMessage:
     content_type: str | None
     content: str
     role: str = "assistant"
-    name: str | None = None
-    """Of a tool whose answer the model made up."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,12 +3,11 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdio>
 
 namespace rose {
 
-// Build with -DROSE_WATCHDOG for check runs: a wait of more than two seconds prints who waited and traps, so
-// that a deadlock becomes a CUDA error.
+// Build with -DROSE_WATCHDOG for check runs: a wait of more than two seconds traps, so that a deadlock becomes a
+// CUDA error.
 #ifdef ROSE_WATCHDOG
 constexpr bool kWatchdog = true;
 #else
@@ -55,16 +54,22 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t par
 // returns at once, which is how a producer passes its first round over empty stages.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   if constexpr (kWatchdog) {
-    uint64_t begin, now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
-    while (!mbarrier_try_wait(barrier, parity)) {
-      asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-      if (now - begin > 2000000000ull) {
-        printf("watchdog: block %d thread %d waits at shared address %u for parity %u\n", int(blockIdx.x),
-               int(threadIdx.x), barrier, parity);
-        __trap();
-      }
-    }
+    // In assembly and with no words: a call, or a branch to a trap, would make ptxas serialise every wgmma in flight
+    // across the wait, and the check build would no longer check the pipeline.
+    asm volatile(
+        "{\n.reg .pred p;\n.reg .u64 begin, now;\n"
+        "mov.u64 begin, %%globaltimer;\n"
+        "WAIT:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+        "@p bra DONE;\n"
+        "mov.u64 now, %%globaltimer;\n"
+        "sub.u64 now, now, begin;\n"
+        "setp.gt.u64 p, now, 2000000000;\n"
+        "@p trap;\n"
+        "bra WAIT;\n"
+        "DONE:\n}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
   } else {
     while (!mbarrier_try_wait(barrier, parity)) {
     }

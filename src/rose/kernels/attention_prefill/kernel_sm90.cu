@@ -1,0 +1,638 @@
+// Prefill attention for Hopper: bf16, head size 64, grouped queries, paged keys and values, sliding window, sinks.
+//
+// One block per multiprocessor walks a list of work items; an item is one query head and a tile of consecutive
+// query rows of one sequence. A producer warp copies the item's queries and its key and value tiles into shared
+// memory with TMA; each consumer warpgroup owns 64 rows and keeps its scores, its probabilities (which are the A
+// operand of the second product as they stand) and its output in registers. Tiles of keys are walked from the
+// newest to the oldest, so that the causal mask is met first. The sink is where the running softmax starts: the
+// maximum begins at its logit and the sum at one.
+#include "items.cuh"
+#include "launch.cuh"
+#include "mbarrier.cuh"
+#include "tma.cuh"
+#include "wgmma.cuh"
+
+namespace {
+
+using namespace rose;
+using namespace rose::attention_prefill;
+
+constexpr int kHeadDim = 64;
+constexpr int kRowBytes = kHeadDim * 2;           // one row of a tile is one 128-byte swizzle row
+constexpr int kBoxBytes = kRows * kRowBytes;      // of one TMA box
+constexpr int kMaxSequences = 2048;               // LIMIT: their starts and lengths are kept in shared memory
+constexpr int kNoWindow = 1 << 30;
+constexpr int kQuerySlots = 2;                    // items whose queries are in shared memory
+constexpr int kItemSlots = 4;                     // twice as many: an item is read after its queries are released
+constexpr float kLowest = -1e30f;                 // finite, so that a row masked so far yields zeros and no NaN
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLazyLog2 = 8.0f;                 // lazy: probabilities may grow to 2^8 before a rescale
+
+// What may vary; every combination computes the same thing.
+template <int kWarpgroups_, int kTile_, int kStages_, bool kOverlap_, bool kPingPong_, int kPolynomial_, bool kLazy_>
+struct Config {
+  static constexpr int kWarpgroups = kWarpgroups_;  // consumers
+  static constexpr int kTile = kTile_;              // keys of a tile
+  static constexpr int kStages = kStages_;          // tiles of keys, and of values, in shared memory
+  static constexpr bool kOverlap = kOverlap_;       // the next scores are issued before this softmax is used
+  static constexpr bool kPingPong = kPingPong_;     // warpgroups take turns at issuing products
+  static constexpr int kPolynomial = kPolynomial_;  // of every 8 pairs of exponentials, how many avoid the MUFU
+  static constexpr bool kLazy = kLazy_;             // rescale only where a maximum grew by more than 2^8
+
+  static constexpr int kThreads = (kWarpgroups + 1) * 128;
+  static constexpr int kItemRows = kWarpgroups * kRows;
+  static constexpr int kBoxes = kTile / kRows;
+  static constexpr int kTileBytes = kTile * kRowBytes;
+  static constexpr int kQueryBytes = kQuerySlots * kWarpgroups * kBoxBytes;
+  static constexpr int kNumBarriers = 4 * kWarpgroups + 4 * kStages;
+  // Registers: 65536 / kThreads at launch, then producers hand theirs to consumers.
+  static constexpr int kConsumerRegisters = kWarpgroups == 3 ? 160 : 232;
+  static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : 40;
+
+  static int shared_bytes(int num_sequences) {
+    return 1024 + kQueryBytes + 2 * kStages * kTileBytes + 8 * kNumBarriers + kItemSlots * 32 +
+           4 * 3 * (num_sequences + 1);
+  }
+};
+
+struct Parameters {
+  const int* page_table;
+  const int* query_starts;
+  const int* lengths;
+  const float* sinks;
+  __nv_bfloat16* out;
+  int page_stride;  // columns from one sequence's row of the page table to the next
+  int num_sequences, num_heads, num_groups, page_tokens;
+  int window;
+  int section_heads;  // heads walked together, so that their keys and values stay in L2
+  float scale_log2, inverse_scale;
+};
+
+// Shared memory, by address. Barriers: queries full and empty [slot][warpgroup], keys and values full and empty [stage].
+template <class C>
+struct Shared {
+  uint32_t base;
+  __device__ explicit Shared(const uint8_t* raw) : base((shared_address(raw) + 1023) & ~1023u) {}
+
+  static constexpr uint32_t kKeys = C::kQueryBytes;
+  static constexpr uint32_t kValues = kKeys + C::kStages * C::kTileBytes;
+  static constexpr uint32_t kBarriers = kValues + C::kStages * C::kTileBytes;
+  static constexpr uint32_t kItems = (kBarriers + 8 * C::kNumBarriers + 15) & ~15u;
+  static constexpr uint32_t kTables = kItems + kItemSlots * 32;
+
+  __device__ uint32_t query(int slot, int wg) const { return base + (slot * C::kWarpgroups + wg) * kBoxBytes; }
+  __device__ uint32_t key(int stage) const { return base + kKeys + stage * C::kTileBytes; }
+  __device__ uint32_t value(int stage) const { return base + kValues + stage * C::kTileBytes; }
+  __device__ uint32_t query_full(int slot, int wg) const {
+    return base + kBarriers + 8 * (slot * C::kWarpgroups + wg);
+  }
+  __device__ uint32_t query_empty(int slot, int wg) const { return query_full(slot, wg) + 16 * C::kWarpgroups; }
+  __device__ uint32_t key_full(int stage) const { return base + kBarriers + 8 * (4 * C::kWarpgroups + stage); }
+  __device__ uint32_t key_empty(int stage) const { return key_full(stage) + 8 * C::kStages; }
+  __device__ uint32_t value_full(int stage) const { return key_full(stage) + 16 * C::kStages; }
+  __device__ uint32_t value_empty(int stage) const { return key_full(stage) + 24 * C::kStages; }
+  __device__ Item* item(uint8_t* raw, int slot) const {
+    return reinterpret_cast<Item*>(raw + (base - shared_address(raw)) + kItems) + slot;
+  }
+  __device__ int* tables(uint8_t* raw) const {
+    return reinterpret_cast<int*>(raw + (base - shared_address(raw)) + kTables);
+  }
+};
+
+// A place in a ring of stages and the parity of its current use.
+template <int kStages>
+struct Place {
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// Fill the tables of sequences; warp 0 counts the tiles of queries before each.
+template <class C>
+__device__ void count_tiles(const Parameters& p, const Tables& tables) {
+  for (int s = threadIdx.x; s <= p.num_sequences; s += blockDim.x) {
+    tables.starts[s] = p.query_starts[s];
+    if (s < p.num_sequences) tables.lengths[s] = p.lengths[s];
+  }
+  if (threadIdx.x < 32) {
+    int lane = threadIdx.x, before = 0;
+    for (int base = 0; base < p.num_sequences; base += 32) {
+      int s = base + lane, tiles = 0;
+      if (s < p.num_sequences) {
+        tiles = num_tiles(p.query_starts[s + 1] - p.query_starts[s], C::kItemRows);
+      }
+      int sum = tiles;
+      for (int step = 1; step < 32; step <<= 1) {
+        int other = __shfl_up_sync(~0u, sum, step);
+        if (lane >= step) sum += other;
+      }
+      if (s < p.num_sequences) tables.tiles_before[s] = before + sum - tiles;
+      before += __shfl_sync(~0u, sum, 31);
+    }
+    if (lane == 0) tables.tiles_before[p.num_sequences] = before;
+  }
+}
+
+// ---- producer: one warp ---------------------------------------------------------------------------------------
+
+template <class C>
+__device__ void produce(const Parameters& p, const Shared<C>& shared, uint8_t* raw, const CUtensorMap* map_q,
+                        const CUtensorMap* map_kv) {
+  const int lane = threadIdx.x & 31;
+  const Tables tables(shared.tables(raw), p.num_sequences);
+  const int num_items = tables.tiles_before[p.num_sequences] * p.num_heads;
+  const int heads_per_group = p.num_heads / p.num_groups;
+  Place<C::kStages> place;
+  Place<kQuerySlots> slot;
+  Walk walk{int(blockIdx.x), int(gridDim.x)};
+  for (int count = 0;; ++count, slot.advance()) {
+    const int index = walk.next(num_items);
+    Item item{};
+    if (index >= 0) {
+      item = find_item(tables, p.num_sequences, p.section_heads, p.window, C::kItemRows, C::kTile, index);
+    }
+    if (lane < C::kWarpgroups) mbarrier_wait(shared.query_empty(slot.stage, lane), slot.parity ^ 1);
+    __syncwarp();
+    if (lane == 0) *shared.item(raw, count % kItemSlots) = item;
+    __syncwarp();
+    if (index < 0) {
+      if (lane < C::kWarpgroups) mbarrier_arrive(shared.query_full(slot.stage, lane));
+      break;
+    }
+    if (lane < C::kWarpgroups) {
+      mbarrier_arrive_expect(shared.query_full(slot.stage, lane), kBoxBytes);
+      tma_load_3d(shared.query(slot.stage, lane), map_q, shared.query_full(slot.stage, lane), 0, item.head,
+                  item.first_row + lane * kRows);
+    }
+    __syncwarp();
+    // Lane i copies box i of each tile. Pages that hold no token of any row's reach are not looked up: row -64 is
+    // outside the tensor and reads as zeros, which a probability of zero cannot turn into NaN.
+    const int* table = p.page_table + int64_t(item.sequence) * p.page_stride;
+    const int first_page = max(0, item.position - p.window + 1) / p.page_tokens;
+    const int end_page = (item.length + p.page_tokens - 1) / p.page_tokens;
+    const int group = item.head / heads_per_group;
+    auto find_row = [&](int tile) {
+      int token = tile * C::kTile + lane * kRows;
+      int column = token / p.page_tokens;
+      bool is_held = tile >= item.tile_low && lane < C::kBoxes && column >= first_page && column < end_page;
+      int page = is_held ? table[column] : -1;
+      return page < 0 ? -1 : (page * 2 * p.num_groups + group) * p.page_tokens + token - column * p.page_tokens;
+    };
+    int row_ahead = find_row(item.tile_high);
+    for (int tile = item.tile_high; tile >= item.tile_low; --tile, place.advance()) {
+      const int row = row_ahead;
+      row_ahead = find_row(tile - 1);
+      const int key_row = row < 0 ? -kRows : row;
+      const int value_row = row < 0 ? -kRows : row + p.num_groups * p.page_tokens;
+      mbarrier_wait(shared.key_empty(place.stage), place.parity ^ 1);
+      if (lane == 0) mbarrier_arrive_expect(shared.key_full(place.stage), C::kTileBytes);
+      __syncwarp();
+      if (lane < C::kBoxes) {
+        tma_load_2d(shared.key(place.stage) + lane * kBoxBytes, map_kv, shared.key_full(place.stage), 0, key_row);
+      }
+      mbarrier_wait(shared.value_empty(place.stage), place.parity ^ 1);
+      if (lane == 0) mbarrier_arrive_expect(shared.value_full(place.stage), C::kTileBytes);
+      __syncwarp();
+      if (lane < C::kBoxes) {
+        tma_load_2d(shared.value(place.stage) + lane * kBoxBytes, map_kv, shared.value_full(place.stage), 0,
+                    value_row);
+      }
+    }
+  }
+  // Stay until every tile is consumed, so that a stuck consumer meets the watchdog here.
+  for (int i = 0; i < C::kStages; ++i, place.advance()) {
+    mbarrier_wait(shared.key_empty(place.stage), place.parity ^ 1);
+    mbarrier_wait(shared.value_empty(place.stage), place.parity ^ 1);
+  }
+}
+
+// ---- consumers ------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float exp2_mufu(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 2^x for x <= 127 on the FMA pipe: nearest integer by the magic sum 1.5 * 2^23, whose low bits then are that
+// integer; a cubic for the rest in [-0.5, 0.5], fitted for least relative error (7.5e-5, a twenty-sixth of the
+// rounding of the result to bf16).
+__device__ __forceinline__ float exp2_polynomial(float x) {
+  // One block of assembly, so that the compiler does not spread it over the tile and run out of registers.
+  float y;
+  asm("{\n.reg .f32 x, shifted, rest, y;\n.reg .b32 a, b;\n"
+      "max.ftz.f32 x, %1, 0fC2FC0000;\n"              // -126
+      "add.rn.ftz.f32 shifted, x, 0f4B400000;\n"      // 1.5 * 2^23
+      "add.rn.ftz.f32 rest, shifted, 0fCB400000;\n"
+      "sub.rn.ftz.f32 rest, x, rest;\n"
+      "fma.rn.ftz.f32 y, rest, %2, %3;\n"
+      "fma.rn.ftz.f32 y, y, rest, %4;\n"
+      "fma.rn.ftz.f32 y, y, rest, %5;\n"
+      "mov.b32 a, y;\nmov.b32 b, shifted;\nshl.b32 b, b, 23;\nadd.s32 a, a, b;\nmov.b32 %0, a;\n}"
+      : "=f"(y)
+      : "f"(x), "f"(0.05517169f), "f"(0.24261117f), "f"(0.69326099f), "f"(0.99992807f));
+  return y;
+}
+
+// Take one tile of raw scores into the running softmax; scores become probabilities (relative to the maximum).
+// Returns whether what was summed so far has to be multiplied by `factor`.
+template <class C>
+__device__ __forceinline__ bool take_scores(float (&s)[C::kTile / 2], float (&maximum)[2], float (&sum)[2],
+                                            float (&factor)[2], float scale_log2) {
+  constexpr int kPairs = C::kTile / 8;
+  float top[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float a = fmaxf(maximum[h], s[2 * h]), b = s[2 * h + 1];
+#pragma unroll
+    for (int j = 1; j < kPairs; ++j) {
+      a = fmaxf(a, s[4 * j + 2 * h]);
+      b = fmaxf(b, s[4 * j + 2 * h + 1]);
+    }
+    a = fmaxf(a, b);
+    a = fmaxf(a, __shfl_xor_sync(~0u, a, 1));
+    top[h] = fmaxf(a, __shfl_xor_sync(~0u, a, 2));
+  }
+  bool is_grown = true;
+  if constexpr (C::kLazy) {
+    float growth = fmaxf(top[0] - maximum[0], top[1] - maximum[1]) * scale_log2;
+    is_grown = __any_sync(~0u, growth > kLazyLog2);
+    if (!is_grown) {
+      top[0] = maximum[0];
+      top[1] = maximum[1];
+    }
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    factor[h] = exp2_mufu((maximum[h] - top[h]) * scale_log2);
+    maximum[h] = top[h];
+    const float offset = -top[h] * scale_log2;
+    float a = 0.0f, b = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kPairs; ++j) {
+      float& low = s[4 * j + 2 * h];
+      float& high = s[4 * j + 2 * h + 1];
+      low = fmaf(low, scale_log2, offset);
+      high = fmaf(high, scale_log2, offset);
+      // Spread evenly over the tile, so that both pipes are busy all the time.
+      if ((j * C::kPolynomial) % 8 + C::kPolynomial >= 8 && C::kPolynomial > 0) {
+        low = exp2_polynomial(low);
+        high = exp2_polynomial(high);
+      } else {
+        low = exp2_mufu(low);
+        high = exp2_mufu(high);
+      }
+      a += low;
+      b += high;
+    }
+    sum[h] = fmaf(sum[h], factor[h], a + b);
+  }
+  return is_grown;
+}
+
+// Mask what a row must not see. `last` is the row's position minus the column of this thread's first score.
+template <class C>
+__device__ __forceinline__ void mask_scores(float (&s)[C::kTile / 2], const int (&last)[2], int window) {
+#pragma unroll
+  for (int j = 0; j < C::kTile / 8; ++j) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int column = 8 * j + (e & 1), limit = last[e >> 1];
+      if (column > limit || column <= limit - window) s[4 * j + e] = -INFINITY;
+    }
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void pack_probabilities(const float (&s)[C::kTile / 2],
+                                                   uint32_t (&packed)[C::kTile / 16][4]) {
+#pragma unroll
+  for (int k = 0; k < C::kTile / 16; ++k) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) packed[k][i] = pack_bf16(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void issue_scores(float (&s)[C::kTile / 2], uint64_t query, uint32_t keys) {
+  const uint64_t key = descriptor_swizzle128(keys);
+#pragma unroll
+  for (int k = 0; k < kHeadDim / 16; ++k) wgmma_bf16<C::kTile>(s, advance(query, 32 * k), advance(key, 32 * k), k > 0);
+  wgmma_commit();
+}
+
+template <class C>
+__device__ __forceinline__ void issue_output(float (&o)[32], const uint32_t (&packed)[C::kTile / 16][4],
+                                             uint32_t values) {
+  const uint64_t value = descriptor_swizzle128(values);
+#pragma unroll
+  for (int k = 0; k < C::kTile / 16; ++k) wgmma_bf16_mn<kHeadDim>(o, packed[k], advance(value, 16 * kRowBytes * k), 1);
+  wgmma_commit();
+}
+
+// Zero the rows of a tile of values that lie past the end of the sequence: their memory was never written and may
+// hold NaN, which a probability of zero does not remove. Several warpgroups may do it to one tile; all write zeros.
+template <class C>
+__device__ void clear_values(uint32_t values, int first_row, int wg) {
+  for (int i = first_row * (kRowBytes / 16) + (threadIdx.x & 127); i < C::kTile * (kRowBytes / 16); i += 128) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(values + 16 * i), "r"(0) : "memory");
+  }
+  fence_proxy_async();
+  named_sync(8 + wg, 128);
+}
+
+// Exchange words among four neighbouring threads: thread t gives word j of `w` to thread j and ends with
+// word t of threads 0, 1, 2, 3.
+__device__ __forceinline__ uint4 transpose_quad(uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3, int t) {
+  const bool odd = t & 1, upper = t & 2;
+  uint32_t r0 = __shfl_xor_sync(~0u, odd ? w0 : w1, 1);
+  uint32_t r1 = __shfl_xor_sync(~0u, odd ? w2 : w3, 1);
+  uint32_t a0 = odd ? r0 : w0, a1 = odd ? w1 : r0;  // word t & 1 of threads (t & 2), (t & 2) + 1
+  uint32_t b0 = odd ? r1 : w2, b1 = odd ? w3 : r1;  // word 2 + (t & 1) of the same
+  uint32_t c0 = __shfl_xor_sync(~0u, upper ? a0 : b0, 2);
+  uint32_t c1 = __shfl_xor_sync(~0u, upper ? a1 : b1, 2);
+  return upper ? make_uint4(c0, c1, b0, b1) : make_uint4(a0, a1, c0, c1);
+}
+
+template <class C>
+__device__ __forceinline__ void store_output(const Parameters& p, const Item& item, const float (&o)[32],
+                                             float (&sum)[2], int row) {
+  const int t = threadIdx.x & 3;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float total = sum[h] + __shfl_xor_sync(~0u, sum[h], 1);
+    total += __shfl_xor_sync(~0u, total, 2);
+    const float inverse = __fdividef(1.0f, total);
+    uint32_t w[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) w[j] = pack_bf16(o[4 * j + 2 * h] * inverse, o[4 * j + 2 * h + 1] * inverse);
+    const uint4 left = transpose_quad(w[0], w[1], w[2], w[3], t);
+    const uint4 right = transpose_quad(w[4], w[5], w[6], w[7], t);
+    const int local = row + 8 * h;
+    if (local < item.num_rows) {
+      __nv_bfloat16* to = p.out + (int64_t(item.first_row + local) * p.num_heads + item.head) * kHeadDim + 8 * t;
+      *reinterpret_cast<uint4*>(to) = left;
+      *reinterpret_cast<uint4*>(to + 32) = right;
+    }
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void consume(const Parameters& p, const Shared<C>& shared, uint8_t* raw, const int wg) {
+  // HAZARD: registers. With three warpgroups a thread has 160, of which the arrays take 128; so little else is kept
+  // across the loop over tiles, and the rest is read again from the item.
+  const bool is_signaller = (threadIdx.x & 31) == 0;
+  const int row = ((threadIdx.x >> 5) & 3) * 16 + (threadIdx.x & 31) / 4;  // of this thread in its warpgroup
+  float s[C::kTile / 2], o[32], maximum[2], sum[2], factor[2];
+  uint32_t packed[C::kTile / 16][4];
+
+  auto release = [&](uint32_t barrier) {
+    if (is_signaller) mbarrier_arrive(barrier);
+  };
+  auto stage = [](unsigned tiles) { return tiles % C::kStages; };
+  auto parity = [](unsigned tiles) { return tiles / C::kStages & 1; };
+  // Turns: barrier 1 + i opens warpgroup i, once per tile of an item, also where it has nothing to compute.
+  auto take_turn = [&] {
+    if constexpr (C::kPingPong) named_sync(1 + wg, 256);
+  };
+  auto pass_turn = [&] {
+    if constexpr (C::kPingPong) named_arrive(wg == C::kWarpgroups - 1 ? 1 : 2 + wg, 256);
+  };
+  auto settle_probabilities = [&] {
+#pragma unroll
+    for (int k = 0; k < C::kTile / 16; ++k) settle(packed[k]);
+  };
+  if (C::kPingPong && wg == C::kWarpgroups - 1) named_arrive(1, 256);
+
+  unsigned tiles = 0;  // taken from the ring of keys so far; values lag by one inside an item
+  auto skip_tile = [&] {
+    take_turn();
+    pass_turn();
+    mbarrier_wait(shared.key_full(stage(tiles)), parity(tiles));
+    release(shared.key_empty(stage(tiles)));
+    mbarrier_wait(shared.value_full(stage(tiles)), parity(tiles));
+    release(shared.value_empty(stage(tiles)));
+    ++tiles;
+  };
+  for (unsigned count = 0;; ++count) {
+    const int slot = count % kQuerySlots;
+    mbarrier_wait(shared.query_full(slot, wg), count / kQuerySlots & 1);
+    const Item* item = shared.item(raw, count % kItemSlots);
+    const int num_rows = item->num_rows;
+    if (num_rows == 0) return;
+    const Reach reach = find_reach(*item, wg, p.window, C::kTile);
+    const bool is_idle = reach.high < reach.low;
+    const int position = reach.position, low = reach.low;
+    int tile = item->tile_high;
+    for (; tile > reach.high; --tile) skip_tile();
+    if (is_idle) {
+      release(shared.query_empty(slot, wg));
+      continue;
+    }
+    const uint64_t query = descriptor_swizzle128(shared.query(slot, wg));
+    auto mask_tile = [&] {
+      const int column = tile * C::kTile;
+      if (column + C::kTile - 1 > position || column <= position + kRows - 1 - p.window) {
+        const int last = position + row - column - 2 * int(threadIdx.x & 3);
+        mask_scores<C>(s, {last, last + 8}, p.window);
+      }
+    };
+    const float sink = p.sinks[item->head] * p.inverse_scale;
+    maximum[0] = maximum[1] = fmaxf(sink, kLowest);
+    // Each thread of a quad sums its own columns; one of them also holds the sink.
+    sum[0] = sum[1] = (threadIdx.x & 3) == 0 ? exp2_mufu((sink - maximum[0]) * p.scale_log2) : 0.0f;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) o[i] = 0.0f;
+
+    // First tile: scores and softmax only.
+    mbarrier_wait(shared.key_full(stage(tiles)), parity(tiles));
+    take_turn();
+    wgmma_fence();
+    issue_scores<C>(s, query, shared.key(stage(tiles)));
+    pass_turn();
+    wgmma_wait<0>();
+    settle(s);
+    release(shared.key_empty(stage(tiles)));
+    mask_tile();
+    take_scores<C>(s, maximum, sum, factor, p.scale_log2);
+    pack_probabilities<C>(s, packed);
+    if ((tile + 1) * C::kTile > item->length) {
+      mbarrier_wait(shared.value_full(stage(tiles)), parity(tiles));
+      clear_values<C>(shared.value(stage(tiles)), item->length - tile * C::kTile, wg);
+    }
+    // Between: the scores of a tile beside the output of the one before it.
+    for (--tile; tile >= low; --tile) {
+      const unsigned before = tiles++;
+      mbarrier_wait(shared.key_full(stage(tiles)), parity(tiles));
+      mbarrier_wait(shared.value_full(stage(before)), parity(before));
+      take_turn();
+      wgmma_fence();
+      bool is_grown;
+      if constexpr (C::kOverlap) {
+        issue_scores<C>(s, query, shared.key(stage(tiles)));
+        issue_output<C>(o, packed, shared.value(stage(before)));
+        pass_turn();
+        wgmma_wait<1>();
+        settle(s);
+        mask_tile();
+        is_grown = take_scores<C>(s, maximum, sum, factor, p.scale_log2);
+        // The keys were free since the scores came, but ptxas moves the wait below above the exponentials unless
+        // something it may not reorder hangs on their result; a sum is never negative. (SASS of CUDA 13.0; without
+        // it nothing overlaps the second product.)
+        if (is_signaller && !(sum[0] + sum[1] < 0.0f)) mbarrier_arrive(shared.key_empty(stage(tiles)));
+        wgmma_wait<0>();
+        // The packing stays below the wait: above, it would need registers beside those in flight.
+        settle(s);
+        settle(o);
+        settle_probabilities();
+        release(shared.value_empty(stage(before)));
+      } else {
+        issue_output<C>(o, packed, shared.value(stage(before)));
+        wgmma_wait<0>();
+        settle(o);
+        settle_probabilities();
+        release(shared.value_empty(stage(before)));
+        wgmma_fence();
+        issue_scores<C>(s, query, shared.key(stage(tiles)));
+        pass_turn();
+        wgmma_wait<0>();
+        settle(s);
+        release(shared.key_empty(stage(tiles)));
+        mask_tile();
+        is_grown = take_scores<C>(s, maximum, sum, factor, p.scale_log2);
+      }
+      if (is_grown) {
+#pragma unroll
+        for (int i = 0; i < 32; ++i) o[i] *= factor[(i >> 1) & 1];
+      }
+      pack_probabilities<C>(s, packed);
+    }
+    // Last: the output of the oldest tile.
+    release(shared.query_empty(slot, wg));
+    mbarrier_wait(shared.value_full(stage(tiles)), parity(tiles));
+    wgmma_fence();
+    issue_output<C>(o, packed, shared.value(stage(tiles)));
+    wgmma_wait<0>();
+    settle(o);
+    settle_probabilities();
+    release(shared.value_empty(stage(tiles)));
+    ++tiles;
+    store_output<C>(p, *item, o, sum, wg * kRows + row);
+    for (; tile >= item->tile_low; --tile) skip_tile();
+  }
+}
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1)
+    attention_prefill(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_kv,
+                      const __grid_constant__ Parameters p) {
+  extern __shared__ uint8_t raw[];
+  const Shared<C> shared(raw);
+  if (threadIdx.x == 0) {
+    tma_prefetch_map(&map_q);
+    tma_prefetch_map(&map_kv);
+    for (int slot = 0; slot < kQuerySlots; ++slot) {
+      for (int wg = 0; wg < C::kWarpgroups; ++wg) {
+        mbarrier_init(shared.query_full(slot, wg), 1);
+        mbarrier_init(shared.query_empty(slot, wg), 4);  // one arrival per warp
+      }
+    }
+    for (int stage = 0; stage < C::kStages; ++stage) {
+      mbarrier_init(shared.key_full(stage), 1);
+      mbarrier_init(shared.value_full(stage), 1);
+      mbarrier_init(shared.key_empty(stage), 4 * C::kWarpgroups);
+      mbarrier_init(shared.value_empty(stage), 4 * C::kWarpgroups);
+    }
+    mbarrier_init_fence();
+  }
+  count_tiles<C>(p, Tables(shared.tables(raw), p.num_sequences));
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    registers_shrink<C::kProducerRegisters>();
+    if (threadIdx.x < 32) produce<C>(p, shared, raw, &map_q, &map_kv);
+  } else {
+    registers_grow<C::kConsumerRegisters>();
+    consume<C>(p, shared, raw, __shfl_sync(~0u, int(threadIdx.x) / 128 - 1, 0));
+  }
+}
+
+template <class C>
+cudaError_t launch(const CUtensorMap& map_q, const CUtensorMap& map_kv, const Parameters& p, int num_blocks,
+                   cudaStream_t stream) {
+  const int bytes = C::shared_bytes(p.num_sequences);
+  cudaError_t error =
+      cudaFuncSetAttribute(attention_prefill<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) return error;
+  attention_prefill<C><<<num_blocks, C::kThreads, bytes, stream>>>(map_q, map_kv, p);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+// Shapes and meaning: contract.py. `window` 0 is none; `q_stride` and `page_stride` are elements from one token, or
+// one sequence, to the next; `variant` is a row of the table below (VARIANTS in cuda_impl.py).
+extern "C" int launch_attention_prefill(int variant, const void* q, int64_t q_stride, const void* kv, int64_t num_pages,
+                                        const void* page_table, int page_stride, int page_columns,
+                                        const void* query_starts, const void* lengths, const void* sinks, void* out,
+                                        int num_tokens, int num_sequences, int num_heads, int num_groups,
+                                        int page_tokens, float scale, int window, int num_blocks,
+                                        cudaStream_t stream) {
+  if (num_tokens == 0) return cudaSuccess;
+  if (num_sequences < 1 || num_sequences > kMaxSequences || page_tokens % kRows != 0) return cudaErrorInvalidValue;
+  CUtensorMap map_q, map_kv;
+  const uint64_t q_sizes[] = {kHeadDim, uint64_t(num_heads), uint64_t(num_tokens)};
+  const uint64_t q_strides[] = {kRowBytes, uint64_t(q_stride) * 2};
+  const uint32_t q_box[] = {kHeadDim, 1, kRows};
+  cudaError_t error = encode_tensor_map(&map_q, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, q, q_sizes, q_strides, q_box,
+                                        CU_TENSOR_MAP_SWIZZLE_128B);
+  if (error != cudaSuccess) return error;
+  const uint64_t kv_sizes[] = {kHeadDim, uint64_t(num_pages) * 2 * num_groups * page_tokens};
+  const uint64_t kv_strides[] = {kRowBytes};
+  const uint32_t kv_box[] = {kHeadDim, kRows};
+  error = encode_tensor_map(&map_kv, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, kv, kv_sizes, kv_strides, kv_box,
+                            CU_TENSOR_MAP_SWIZZLE_128B);
+  if (error != cudaSuccess) return error;
+
+  // Without a window, walk only so many kv heads at a time as leave half of a 50 MB L2 to each of its halves.
+  int section_groups = num_groups;
+  const int64_t head_bytes = int64_t(page_columns) * page_tokens * 2 * kRowBytes;
+  while (window == 0 && section_groups % 2 == 0 && section_groups * head_bytes > (int64_t(24) << 20)) {
+    section_groups /= 2;
+  }
+  Parameters p;
+  p.page_table = static_cast<const int*>(page_table);
+  p.query_starts = static_cast<const int*>(query_starts);
+  p.lengths = static_cast<const int*>(lengths);
+  p.sinks = static_cast<const float*>(sinks);
+  p.out = static_cast<__nv_bfloat16*>(out);
+  p.page_stride = page_stride;
+  p.num_sequences = num_sequences;
+  p.num_heads = num_heads;
+  p.num_groups = num_groups;
+  p.page_tokens = page_tokens;
+  p.window = window > 0 ? window : kNoWindow;
+  p.section_heads = section_groups * (num_heads / num_groups);
+  p.scale_log2 = scale * kLog2e;
+  p.inverse_scale = 1.0f / scale;
+  switch (variant) {
+    //                             warpgroups tile stages overlap ping-pong polynomial lazy
+    case 0: return launch<Config<2, 128, 2, false, false, 0, false>>(map_q, map_kv, p, num_blocks, stream);
+    case 1: return launch<Config<2, 128, 4, true, false, 0, false>>(map_q, map_kv, p, num_blocks, stream);
+    case 2: return launch<Config<2, 128, 4, true, true, 0, false>>(map_q, map_kv, p, num_blocks, stream);
+    case 3: return launch<Config<3, 128, 4, true, false, 0, false>>(map_q, map_kv, p, num_blocks, stream);
+    case 4: return launch<Config<3, 128, 4, true, true, 0, false>>(map_q, map_kv, p, num_blocks, stream);
+    case 5: return launch<Config<3, 128, 4, true, true, 2, false>>(map_q, map_kv, p, num_blocks, stream);
+    case 6: return launch<Config<3, 128, 4, true, true, 0, true>>(map_q, map_kv, p, num_blocks, stream);
+    case 7: return launch<Config<3, 128, 4, true, true, 2, true>>(map_q, map_kv, p, num_blocks, stream);
+    case 8: return launch<Config<3, 64, 6, true, false, 0, false>>(map_q, map_kv, p, num_blocks, stream);
+    case 9: return launch<Config<2, 192, 3, true, true, 0, false>>(map_q, map_kv, p, num_blocks, stream);
+    case 10: return launch<Config<2, 192, 3, true, true, 2, true>>(map_q, map_kv, p, num_blocks, stream);
+    case 11: return launch<Config<2, 64, 6, true, false, 0, false>>(map_q, map_kv, p, num_blocks, stream);
+    default: return cudaErrorInvalidValue;
+  }
+}

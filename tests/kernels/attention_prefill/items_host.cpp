@@ -1,0 +1,33 @@
+// The index arithmetic of the CUDA kernel (items.cuh), compiled for the host and called by test_items.py.
+#define __host__
+#define __device__
+#define __align__(n) alignas(n)
+#include "items.cuh"
+
+#include <vector>
+
+using namespace rose::attention_prefill;
+
+// Write the items of one block, in its order, as rows of 8 ints; return how many.
+extern "C" int list_items(int num_sequences, const int* starts, const int* lengths, int num_heads, int section_heads,
+                          int window, int item_rows, int tile_keys, int block, int num_blocks, int* out) {
+  std::vector<int> memory(3 * (num_sequences + 1));
+  Tables tables(memory.data(), num_sequences);
+  for (int s = 0; s < num_sequences; ++s) {
+    tables.tiles_before[s + 1] = tables.tiles_before[s] + num_tiles(starts[s + 1] - starts[s], item_rows);
+    tables.starts[s + 1] = starts[s + 1];
+    tables.lengths[s] = lengths[s];
+  }
+  Walk walk{block, num_blocks};
+  const int num_items = tables.tiles_before[num_sequences] * num_heads;
+  int count = 0;
+  for (int index; (index = walk.next(num_items)) >= 0; ++count) {
+    reinterpret_cast<Item*>(out)[count] =
+        find_item(tables, num_sequences, section_heads, window, item_rows, tile_keys, index);
+  }
+  return count;
+}
+
+extern "C" void reach_of(const int* item, int wg, int window, int tile_keys, int* out) {
+  *reinterpret_cast<Reach*>(out) = find_reach(*reinterpret_cast<const Item*>(item), wg, window, tile_keys);
+}
