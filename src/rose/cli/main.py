@@ -38,6 +38,7 @@ class Entry:
 COMMANDS: dict[str, Entry] = {
     "serve": Entry("rose.cli.serve:serve", "Start the engine and the HTTP server for a model."),
     "chat": Entry("rose.cli.chat:chat", "Talk to a running server from the terminal."),
+    "demo": Entry("rose.cli.demo:demo", "Start the embedded model and show one answer of it."),
     "harmony": Entry("rose.cli.harmony:harmony", "Render and parse the Harmony format on stdin."),
     "inspect": Entry("rose.cli.inspect:inspect", "Show what a checkpoint holds and needs."),
     "convert": Entry("rose.cli.convert:convert", "Convert a checkpoint to another format."),
@@ -106,7 +107,8 @@ def _print_version(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
 
 
 def _with_dashes(name: str) -> str:
-    return name.replace("_", "-") if name.startswith("-") else name
+    # click hands over the name without its leading dashes.
+    return name.replace("_", "-")
 
 
 @click.group(

@@ -1,7 +1,7 @@
 """Run the frontend service: listen, follow the engine's state, end cleanly.
 
-`python -m rose.frontend.main FILE` runs it alone against an engine that somebody else started; `rose serve` runs
-`Frontend` in its own process and the engine as a child.
+`rose serve` runs `Frontend` in its own process and the engine as a child; a frontend alone needs only the address
+of an engine that somebody else started. Knows no command line.
 """
 
 from __future__ import annotations
@@ -113,14 +113,17 @@ class Frontend:
     async def _watch(
         self, engine_death: asyncio.Future[str], client: EngineClient, server: _Server
     ) -> None:
-        reason = await engine_death
+        # Shielded: this task is cancelled at a normal end, the future belongs to who ends the engine.
+        reason = await asyncio.shield(engine_death)
         if server.should_exit:
             return
         self._exit_code = EXIT_ENGINE_DIED
+        was_ready = client.is_ready
         client.mark_dead(reason)
         self._announce("failed", reason)
-        # Probes and clients see 503 for a while instead of a refused connection.
-        await asyncio.sleep(self._config.linger_s)
+        if was_ready:
+            # Probes and clients see 503 for a while instead of a refused connection.
+            await asyncio.sleep(self._config.linger_s)
         server.should_exit = True
 
     @contextlib.contextmanager

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Search one stream of text for several strings; the earliest match wins."""
+    """Search one stream of text for several strings; the match that ends first wins."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = tuple(strings)
@@ -38,8 +38,13 @@ class StopStrings:
         return held
 
     def _first_match(self, text: str) -> tuple[int, str | None]:
-        found = [(place, s) for s in self._strings if (place := text.find(s)) >= 0]
-        return min(found, default=(0, None), key=lambda match: match[0])
+        # The match that ends first, as reading letter by letter would find it: so the cut into pieces,
+        # which differs between a stream and a whole answer, cannot matter.
+        found = [(place + len(s), place, s) for s in self._strings if (place := text.find(s)) >= 0]
+        if not found:
+            return 0, None
+        _, place, string = min(found)
+        return place, string
 
     def _open_tail(self, text: str) -> int:
         """Return the length of the longest end of `text` that begins a stop string."""

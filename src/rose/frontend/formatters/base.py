@@ -44,6 +44,8 @@ class ParsedMessage:
     content_type: str | None
     content: str
     role: str = "assistant"
+    name: str | None = None
+    """Of a tool whose answer the model made up."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,0 +1,77 @@
+"""The engine as a child process that is never left behind, and a private folder for its socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+
+STOP_SECONDS = 10.0
+"""How long an engine may take to end after SIGTERM; a CUDA context takes about one. Guessed."""
+PR_SET_PDEATHSIG = 1
+"""linux/prctl.h: signal to send to this process when its parent ends."""
+
+
+class EngineProcess:
+    """One running engine."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.death: asyncio.Future[str] = asyncio.ensure_future(self._wait())
+        """Resolves to the reason, in words, when the process has ended."""
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative is the signal that killed it."""
+        return self._process.returncode
+
+    async def stop(self) -> None:
+        """Ask the process to end, then make it."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+        try:
+            await asyncio.wait_for(asyncio.shield(self.death), STOP_SECONDS)
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self.death
+
+    async def _wait(self) -> str:
+        code = await self._process.wait()
+        if code < 0:
+            return f"the engine's process was killed by {signal.Signals(-code).name}"
+        return f"the engine's process ended with exit code {code}"
+
+
+@contextlib.asynccontextmanager
+async def engine_process(command: Sequence[str]) -> AsyncIterator[EngineProcess]:
+    """Run a command that serves the channel; it is ended with the block."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        # A session of its own: Ctrl-C reaches the frontend alone, which then ends the engine in order.
+        start_new_session=True,
+        preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+    )
+    engine = EngineProcess(process)
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+@contextlib.contextmanager
+def private_folder() -> Iterator[Path]:
+    """Return a folder only this user can enter, for sockets and configuration; removed with the block."""
+    with tempfile.TemporaryDirectory(prefix="rose-") as folder:
+        yield Path(folder)
+
+
+def _end_with_parent() -> None:
+    # Runs in the child before exec: a frontend that is killed hard must not leave a GPU occupied.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,44 @@
+"""What a long-running command says of its state: a moving line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+WORDS = {
+    "listening": "listening on",
+    "loading": "loading:",
+    "ready": "ready:",
+    "stopping": "stopping:",
+    "failed": "error:",
+}
+
+
+class Announcer:
+    """Prints states to standard error; a callable of kind and text."""
+
+    def __init__(self) -> None:
+        self._spinner: Any = None
+        if sys.stderr.isatty():
+            from rich.console import Console
+
+            self._spinner = Console(stderr=True).status("starting the engine")
+            self._spinner.start()
+
+    def __call__(self, kind: str, text: str) -> None:
+        """Show one state."""
+        line = f"{WORDS[kind]} {text}"
+        if self._spinner is not None and kind == "loading":
+            self._spinner.update(line)
+            return
+        if kind in ("ready", "stopping", "failed"):
+            self.close()
+        click.echo(line, err=True)
+
+    def close(self) -> None:
+        """Take the moving line away."""
+        if self._spinner is not None:
+            self._spinner.stop()
+            self._spinner = None

@@ -1,0 +1,195 @@
+"""`rose serve`: the engine as a child process, the HTTP server in this one."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from rose.cli.options import given_values, tree_options
+from rose.cli.processes import engine_process, private_folder
+from rose.cli.progress import Announcer
+from rose.config.cli import build
+from rose.config.engine import EngineConfig
+from rose.frontend.config import FrontendConfig
+from rose.utils.errors import ConfigError
+from rose.utils.log import configure_logging
+
+EMBEDDED_MODEL = Path(__file__).parents[1] / "assets" / "tiny-gpt-oss"
+EXIT_USER_ERROR = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What is started, and what the frontend needs to know of it."""
+
+    command: Callable[[str, Path], list[str]]
+    """Given the channel's address and a private folder: the command line of the engine."""
+    model_folder: Path | None
+    """Where the tokenizer is; None: the published vocabulary."""
+    model_names: tuple[str, ...]
+
+
+@click.command()
+@click.argument("model", required=False)
+@click.option(
+    "--scripted",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Replay answers from a JSON-lines file instead of running a model (docs/api.md).",
+)
+@click.option("--log-level", default="INFO", help="DEBUG, INFO, WARNING or ERROR.  [default: INFO]")
+@tree_options(FrontendConfig, EngineConfig, skip=frozenset({"model"}))
+def serve(model: str | None, scripted: Path | None, log_level: str, **arguments: Any) -> int:
+    """Start the engine and the HTTP server for the model in folder MODEL.
+
+    Without MODEL the small embedded model answers. Options of the engine's tree can also be written with
+    their place in it, as in --cache.page-tokens.
+    """
+    log_level = _checked_level(log_level)
+    configure_logging(log_level)
+    engine_values = given_values(EngineConfig, arguments)
+    frontend = _checked(given_values(FrontendConfig, arguments), engine_values)
+    if scripted is None:
+        launch = model_launch(model, engine_values, frontend, log_level=log_level)
+    else:
+        launch = scripted_launch(scripted, model, engine_values, frontend)
+    return run(launch, frontend)
+
+
+def model_launch(
+    model: str | None, engine_values: dict, frontend: FrontendConfig, *, log_level: str
+) -> Launch:
+    """Return how to start the real engine.
+
+    Raises  ConfigError where there is no such model folder or an option is wrong.
+    """
+    from rose.server.launch import engine_command
+
+    folder = _model_folder(model)
+    config = build(EngineConfig, {**engine_values, ("model",): str(folder)})
+    return Launch(
+        command=lambda address, _: engine_command(config, address, log_level=log_level),
+        model_folder=folder,
+        model_names=frontend.served_model_name or (folder.resolve().name,),
+    )
+
+
+def scripted_launch(
+    script: Path, model: str | None, engine_values: dict, frontend: FrontendConfig
+) -> Launch:
+    """Return how to start the scripted engine; MODEL only says whose tokenizer is used.
+
+    Raises  ConfigError for a line that is no answer, and for engine options, which a script does not have.
+    """
+    from rose.cli.scripts import read_script
+
+    context_tokens = engine_values.pop(("context_tokens",), None)
+    if engine_values:
+        names = ", ".join("--" + ".".join(path).replace("_", "-") for path in engine_values)
+        raise ConfigError(
+            f"{names}: a scripted engine computes nothing; allowed with --scripted: options of the server "
+            "and --context-tokens; leave the others out"
+        )
+    folder = None if model is None else _model_folder(model)
+    names = frontend.served_model_name or (folder.resolve().name if folder else "scripted",)
+    configuration: dict[str, Any] = {"model": names[0], "lines": read_script(script, folder)}
+    if context_tokens is not None:
+        configuration["context_tokens"] = context_tokens
+
+    def command(address: str, private: Path) -> list[str]:
+        path = private / "script.json"
+        path.write_bytes(msgspec.json.encode({**configuration, "address": address}))
+        return [sys.executable, "-m", "rose.server.scripted", str(path)]
+
+    return Launch(
+        command=command,
+        model_folder=folder,
+        model_names=names,
+    )
+
+
+def run(launch: Launch, config: FrontendConfig) -> int:
+    """Start both services, serve until a signal or the engine's death, return the exit code."""
+    from rose.frontend.main import new_event_loop
+
+    announcer = Announcer()
+    try:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            return runner.run(_run(launch, config, announcer))
+    finally:
+        announcer.close()
+
+
+async def _run(launch: Launch, config: FrontendConfig, announcer: Announcer) -> int:
+    from rose.frontend.formatters.registry import build_formatter
+    from rose.frontend.jobs import Formatters
+    from rose.frontend.main import Frontend
+    from rose.frontend.tokenizer import load_tokenizer
+
+    # The tokenizer first: a folder without a usable one is refused before any weight is read.
+    tokenizer = load_tokenizer(launch.model_folder)
+    formatters = Formatters(
+        chat=build_formatter(config.formatter, tokenizer), text=build_formatter("plain", tokenizer)
+    )
+    with private_folder() as folder:
+        address = f"ipc://{folder}/engine"
+        frontend = Frontend(
+            config,
+            address=address,
+            formatters=formatters,
+            model_names=launch.model_names,
+            announce=announcer,
+        )
+        async with engine_process(launch.command(address, folder)) as engine:
+            code = await frontend.run(engine.death)
+            # An engine that refused its configuration has said why; its exit code is ours.
+            return EXIT_USER_ERROR if engine.exit_code == EXIT_USER_ERROR else code
+
+
+def _checked(frontend_values: dict, engine_values: dict) -> FrontendConfig:
+    """Return the frontend's tree once both trees are right, so that all problems are listed at once."""
+    problems: list[str] = []
+    frontend = None
+    try:
+        frontend = build(FrontendConfig, frontend_values)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        build(EngineConfig, {**engine_values, ("model",): ""})
+    except ConfigError as error:
+        problems += error.problems
+    if problems or frontend is None:
+        raise ConfigError(problems)
+    return frontend
+
+
+def _model_folder(model: str | None) -> Path:
+    if model is None:
+        if not EMBEDDED_MODEL.is_dir():
+            raise ConfigError(
+                f"no model was named and this installation has no embedded one ({EMBEDDED_MODEL}); "
+                "give the folder of a gpt-oss checkpoint: rose serve FOLDER"
+            )
+        return EMBEDDED_MODEL
+    folder = Path(model)
+    if not folder.is_dir():
+        found = "a file" if folder.exists() else "nothing"
+        raise ConfigError(
+            f"model {model!r}: found {found} there; allowed: the folder of a gpt-oss checkpoint on this machine "
+            "(nothing is downloaded); see rose inspect"
+        )
+    return folder
+
+
+def _checked_level(level: str) -> str:
+    allowed = ("DEBUG", "INFO", "WARNING", "ERROR")
+    if level.upper() not in allowed:
+        raise ConfigError(f"log level {level!r}; allowed: {', '.join(allowed)}; change --log-level")
+    return level.upper()

@@ -1,0 +1,71 @@
+"""From a model to a decoder that is ready to launch steps: runner, memory, sampler, graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rose.config.engine import EngineConfig
+from rose.decoders.base import Decoder
+from rose.decoders.registry import find_decoder
+from rose.models.base import CausalLM
+from rose.runtime.assemble import Assembly, assemble
+from rose.runtime.load import load_model
+from rose.sampling.sampler import Sampler
+from rose.utils.device import DeviceFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltDecoder:
+    """A decoder and what the engine must know of what is below it."""
+
+    decoder: Decoder
+    config: EngineConfig
+    """Resolved."""
+    assembly: Assembly
+    context_tokens: int
+    """Limit of the model and the configuration, whatever KV can hold."""
+    vocab_size: int
+
+    def lines(self) -> list[str]:
+        """Return the start-up table: memory, then kernels."""
+        kernels = self.decoder.kernel_table()
+        widths = [max(len(row[i]) for row in kernels) for i in range(3)]
+        return [
+            *self.assembly.memory.lines,
+            *("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in kernels),
+        ]
+
+
+def build_decoder(
+    model: CausalLM, config: EngineConfig, device: DeviceFacts, report: Callable[[str], None]
+) -> BuiltDecoder:
+    """Build everything between a loaded model and the engine, warmed up.
+
+    Units    config is resolved
+    Raises   ConfigError where memory, context or a name does not allow it
+    """
+    build = find_decoder(config.decoding.decoder)
+    assembly = assemble(model, config, device, report)
+    sampler = Sampler.build(model.config.vocab_size, device, only=config.kernels.only)
+    decoder = build(config, assembly.runner, sampler, assembly.memory.context_tokens)
+    decoder.warm_up(report)
+    limit = config.context_tokens or model.config.context_tokens
+    return BuiltDecoder(
+        decoder=decoder,
+        config=config,
+        assembly=assembly,
+        context_tokens=min(limit, model.config.context_tokens),
+        vocab_size=model.config.vocab_size,
+    )
+
+
+def load_decoder(
+    config: EngineConfig, device: DeviceFacts, report: Callable[[str], None]
+) -> BuiltDecoder:
+    """Load the checkpoint that the configuration names and build everything around it.
+
+    Raises   ConfigError, CheckpointError
+    """
+    model, resolved = load_model(config, device, report)
+    return build_decoder(model, resolved, device, report)

@@ -1,0 +1,54 @@
+"""Whether the engine can serve a request at all; answered at once, in words for its user."""
+
+from __future__ import annotations
+
+from rose.protocol.event import ErrorEvent
+from rose.protocol.request import Request
+
+
+def refusal(
+    request: Request, *, context_tokens: int, kv_tokens: int, vocab_size: int
+) -> ErrorEvent | None:
+    """Return why the request can never run, or None.
+
+    Units    context_tokens: the limit of model and configuration; kv_tokens: what the KV cache holds
+    """
+    problems = _problems(request, vocab_size)
+    if problems:
+        return _error(request, "invalid_request", "; ".join(problems))
+    length = len(request.prompt_token_ids) + request.max_tokens
+    asked = f"{len(request.prompt_token_ids)} prompt tokens and max_tokens={request.max_tokens} make {length} tokens"
+    if length > context_tokens:
+        return _error(
+            request,
+            "context_length_exceeded",
+            f"{asked}; the context length is {context_tokens}; shorten the prompt or lower max_tokens",
+        )
+    if length > kv_tokens:
+        return _error(
+            request,
+            "context_length_exceeded",
+            f"{asked}; this server's KV cache holds {kv_tokens} tokens; shorten the prompt, lower "
+            "max_tokens, or have the server started with more KV memory (cache.kv_tokens, cache.memory_fraction)",
+        )
+    return None
+
+
+def _problems(request: Request, vocab_size: int) -> list[str]:
+    problems = request.sampling.problems()
+    if not request.prompt_token_ids:
+        problems.append("prompt_token_ids is empty; at least one token is needed")
+    if request.max_tokens < 1:
+        problems.append(f"max_tokens={request.max_tokens}; allowed: 1 or more")
+    for name, ids in (
+        ("prompt_token_ids", request.prompt_token_ids),
+        ("stop_token_ids", request.stop_token_ids),
+    ):
+        if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+            index = next(i for i, t in enumerate(ids) if not 0 <= t < vocab_size)
+            problems.append(f"{name}[{index}]={ids[index]}; allowed: 0 to {vocab_size - 1}")
+    return problems
+
+
+def _error(request: Request, code: str, message: str) -> ErrorEvent:
+    return ErrorEvent(request_id=request.request_id, code=code, message=message)

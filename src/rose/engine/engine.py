@@ -1,0 +1,277 @@
+"""The engine: requests in, events out, one step at a time. Token ids only; it knows no text.
+
+What happens in one step is in `_step_in_turn` (plan, launch, collect, commit) and, for devices that work
+while the host plans, in `_step_overlapped`. Both give the same tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from rose.cache.table import PageTable
+from rose.config.engine import EngineConfig
+from rose.decoders.base import Decoder
+from rose.decoders.build import BuiltDecoder, build_decoder, load_decoder
+from rose.engine.admission import refusal
+from rose.engine.commit import commit, finished
+from rose.engine.metrics import Counters
+from rose.engine.scheduler import Scheduler
+from rose.engine.sequence import Sequence
+from rose.protocol.event import (
+    EngineStatus,
+    ErrorEvent,
+    FinishedEvent,
+    FinishReason,
+    FromEngine,
+    TokensEvent,
+)
+from rose.protocol.request import Request
+from rose.runtime.plan import StepResult
+from rose.utils.device import detect
+from rose.utils.errors import RoseError
+from rose.utils.log import get_logger
+
+_logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """What requests are held to, and the name they are told."""
+
+    model: str
+    context_tokens: int
+    vocab_size: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Generation:
+    """The whole output of one request."""
+
+    token_ids: list[int]
+    reason: FinishReason | None = None
+    num_cached_tokens: int = 0
+
+
+class RequestRefused(RoseError):
+    """`generate` was given a request that the engine does not take."""
+
+
+class LLMEngine:
+    """Owns the sequences; drives scheduler and decoder."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        decoder: Decoder,
+        limits: EngineLimits,
+        *,
+        is_overlapped: bool,
+        seed: int = 0,
+    ) -> None:
+        assert decoder.can_overlap or not is_overlapped, "this decoder cannot run overlapped"
+        self.scheduler = scheduler
+        self.decoder = decoder
+        self.limits = limits
+        self.counters = Counters()
+        self.step = self._step_overlapped if is_overlapped else self._step_in_turn
+        """Run one step and return its events; without work it returns none."""
+        self._sequences: dict[str, Sequence] = {}
+        self._handles: deque[Any] = deque()
+        self._seeds = random.Random(seed)  # seeds of requests, nothing secret
+
+    @classmethod
+    def from_model(
+        cls,
+        model: Any,
+        config: EngineConfig,
+        *,
+        is_overlapped: bool | None = None,
+        report: Callable[[str], None] = _logger.info,
+    ) -> LLMEngine:
+        """Build an engine around a model (a CausalLM) whose parameters are on the device already.
+
+        Units    is_overlapped None: on a CUDA device, where planning and computing are different processors
+        Raises   ConfigError
+        """
+        device = detect(config.device)
+        config = config.resolve(device, checkpoint_format="bf16")
+        built = build_decoder(model, config, device, report)
+        return cls._from_decoder(built, is_overlapped)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: EngineConfig,
+        *,
+        is_overlapped: bool | None = None,
+        report: Callable[[str], None] = _logger.info,
+    ) -> LLMEngine:
+        """Load a checkpoint and build an engine around it; arguments as in `from_model`.
+
+        Raises   ConfigError, CheckpointError
+        """
+        return cls._from_decoder(load_decoder(config, detect(config.device), report), is_overlapped)
+
+    @classmethod
+    def _from_decoder(cls, built: BuiltDecoder, is_overlapped: bool | None) -> LLMEngine:
+        for line in built.lines():
+            _logger.info("%s", line)
+        if is_overlapped is None:
+            is_overlapped = built.assembly.device.kind == "cuda" and built.decoder.can_overlap
+        table = PageTable(built.assembly.layout, built.assembly.memory.num_pages)
+        limits = EngineLimits(
+            model=built.config.model,
+            context_tokens=built.context_tokens,
+            vocab_size=built.vocab_size,
+        )
+        return cls(
+            Scheduler(built.config.scheduler, table),
+            built.decoder,
+            limits,
+            is_overlapped=is_overlapped,
+            seed=built.config.seed,
+        )
+
+    @property
+    def model(self) -> Any:
+        """Return the model that the decoder runs."""
+        return self.decoder.model
+
+    @property
+    def table(self) -> PageTable:
+        """Return the pages of all sequences."""
+        return self.scheduler.table
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return self.scheduler.has_work
+
+    def add(self, request: Request) -> list[FromEngine]:
+        """Queue a request; the events are a refusal, or none yet."""
+        error = self._refusal(request)
+        if error is not None:
+            return [error]
+        sampling = request.sampling
+        if sampling.seed is None:
+            sampling = msgspec.structs.replace(sampling, seed=self._seeds.getrandbits(63))
+        sequence = Sequence(request, sampling)
+        self._sequences[request.request_id] = sequence
+        self.scheduler.add(sequence)
+        return []
+
+    def abort(self, request_id: str) -> list[FromEngine]:
+        """End a request now; its pages are free for the next step. Unknown ids are ignored."""
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is None:
+            return []
+        self.scheduler.finish(sequence)
+        return [finished(sequence, "abort")]
+
+    def running_ids(self) -> list[str]:
+        """Return the ids of all requests that have not ended, waiting ones included."""
+        return list(self._sequences)
+
+    def status(self, detail: str = "") -> EngineStatus:
+        """Return the engine's state for the frontend."""
+        return EngineStatus(
+            is_ready=True,
+            model=self.limits.model,
+            context_tokens=min(self.limits.context_tokens, self.table.max_tokens),
+            vocab_size=self.limits.vocab_size,
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            kv_pages_used=self.table.num_used_pages,
+            kv_pages_total=self.table.num_pages,
+            num_steps=self.counters.num_steps,
+            num_prompt_tokens=self.counters.num_prompt_tokens,
+            num_output_tokens=self.counters.num_output_tokens,
+            detail=detail,
+        )
+
+    def generate(self, requests: Iterable[Request]) -> list[Generation]:
+        """Run requests to their end and return their outputs in order.
+
+        Raises  RequestRefused for the first request that the engine does not take
+        """
+        waiting = deque(requests)
+        outputs = {r.request_id: Generation(token_ids=[]) for r in waiting}
+        events: list[FromEngine] = []
+        while waiting or self.has_work:
+            while waiting and not self.scheduler.is_queue_full:
+                events += self.add(waiting.popleft())
+            events += self.step()
+            for event in events:
+                _collect(outputs, event)
+            events.clear()
+        return list(outputs.values())
+
+    def _step_in_turn(self) -> list[FromEngine]:
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return []
+        self.counters.count_step(plan)
+        return self._commit(self.decoder.collect(self.decoder.launch(plan)))
+
+    def _step_overlapped(self) -> list[FromEngine]:
+        """Launch step n+1, then collect step n while the device works.
+
+        Planning n+1 takes for granted that no sequence stops in n. One that does has a token of n+1 computed
+        in vain, which commit drops.
+        """
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self.counters.count_step(plan)
+            self._handles.append(self.decoder.launch(plan))
+        num_to_keep = 0 if plan is None else 1
+        if len(self._handles) <= num_to_keep:
+            return []
+        return self._commit(self.decoder.collect(self._handles.popleft()))
+
+    def _commit(self, result: StepResult) -> list[FromEngine]:
+        events = commit(self.scheduler, self.scheduler.flights.popleft(), result)
+        for event in events:
+            if type(event) is FinishedEvent:
+                del self._sequences[event.request_id]
+            else:
+                self.counters.num_output_tokens += len(event.token_ids)
+        return events
+
+    def _refusal(self, request: Request) -> ErrorEvent | None:
+        if request.request_id in self._sequences:
+            return ErrorEvent(
+                request_id=request.request_id,
+                code="duplicate_request_id",
+                message=f"request_id {request.request_id!r} is still running; ids must be unique among running "
+                "requests; choose another",
+            )
+        error = refusal(
+            request,
+            context_tokens=self.limits.context_tokens,
+            kv_tokens=self.table.max_tokens,
+            vocab_size=self.limits.vocab_size,
+        )
+        if error is None and self.scheduler.is_queue_full:
+            waiting = len(self.scheduler.waiting)
+            return ErrorEvent(
+                request_id=request.request_id,
+                code="queue_full",
+                message=f"{waiting} requests are waiting, which is the most this server queues "
+                "(scheduler.max_waiting); try again later",
+            )
+        return error
+
+
+def _collect(outputs: dict[str, Generation], event: FromEngine) -> None:
+    if isinstance(event, TokensEvent):
+        outputs[event.request_id].token_ids += event.token_ids
+    elif isinstance(event, FinishedEvent):
+        outputs[event.request_id].reason = event.reason
+    elif isinstance(event, ErrorEvent):
+        raise RequestRefused(f"{event.request_id}: {event.message}")

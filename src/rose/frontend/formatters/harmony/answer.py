@@ -1,0 +1,150 @@
+"""A Harmony answer as chat: content, reasoning and tool calls, streamed and whole alike.
+
+The recipient decides before the channel: a message to a function is a call on whatever channel. Otherwise analysis
+is reasoning, and commentary (a preamble) and final are content. Names of control tokens never reach the client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rose.frontend.formatters.base import FINISH_LENGTH, Answer, Delta, ParsedMessage
+from rose.frontend.formatters.harmony.builtin_tools import is_builtin
+from rose.frontend.formatters.harmony.messages import FUNCTIONS
+from rose.frontend.formatters.harmony.parse import Event, HarmonyParser, MessageText
+from rose.frontend.tokenizer import Tokenizer
+
+SEPARATOR = "\n\n"
+"""Between two messages of one kind, so that a preamble and the answer do not run together."""
+Stream = Literal["content", "reasoning"]
+
+
+@dataclass(slots=True)
+class _Call:
+    name: str
+    arguments: str = ""
+
+
+class HarmonyDecoder:
+    """Decoder of one answer; see `AnswerDecoder`."""
+
+    def __init__(self, tokenizer: Tokenizer, declared_tools: Collection[str] = ()) -> None:
+        self._parser = HarmonyParser(tokenizer)
+        self._declared = frozenset(declared_tools)
+        self._texts: dict[Stream, list[str]] = {"content": [], "reasoning": []}
+        self._has_content = False
+        self._calls: list[_Call] = []
+        self._target: Stream | _Call = "content"
+        self._is_first_text = True
+        self._reason = "stop"
+
+    def push(self, token_ids: Sequence[int]) -> list[Delta]:
+        """Take sampled tokens."""
+        return self._deltas(self._parser.push(token_ids))
+
+    def finish(self, reason: str) -> list[Delta]:
+        """Take the end; return what was held back."""
+        self._reason = reason
+        return self._deltas(self._parser.finish())
+
+    def answer(self) -> Answer:
+        """Return everything so far."""
+        content, reasoning = ("".join(self._texts[s]) for s in ("content", "reasoning"))
+        reason = "tool_calls" if self._calls else "stop"
+        messages = self._parser.messages
+        return Answer(
+            content=content if self._has_content else None,
+            reasoning=reasoning or None,
+            tool_calls=[{"name": c.name, "arguments": c.arguments} for c in self._calls],
+            finish_reason=FINISH_LENGTH if self._reason == FINISH_LENGTH else reason,
+            messages=[_parsed(message) for message in messages],
+            num_reasoning_tokens=sum(
+                m.num_tokens for m in messages if route(m, self._declared) == "reasoning"
+            ),
+            recoveries=list(self._parser.recoveries),
+        )
+
+    def _deltas(self, events: Sequence[Event]) -> list[Delta]:
+        deltas: list[Delta] = []
+        for event in events:
+            if event.kind == "begin":
+                self._begin(event.message, deltas)
+            elif event.kind == "text":
+                self._add(event.text, deltas)
+        return deltas
+
+    def _begin(self, message: MessageText, deltas: list[Delta]) -> None:
+        self._is_first_text = True
+        kind = route(message, self._declared)
+        if kind == "call":
+            name = call_name(message, self._declared) or ""
+            self._target = _Call(name)
+            self._calls.append(self._target)
+            deltas.append(Delta(kind="tool_call", index=len(self._calls) - 1, name=name))
+        else:
+            self._target = kind
+            self._has_content |= kind == "content"
+
+    def _add(self, text: str, deltas: list[Delta]) -> None:
+        if isinstance(self._target, _Call):
+            self._target.arguments += text
+            _append(deltas, Delta(kind="tool_arguments", text=text, index=len(self._calls) - 1))
+            return
+        written = self._texts[self._target]
+        if self._is_first_text and written:
+            text = SEPARATOR + text
+        self._is_first_text = False
+        written.append(text)
+        _append(deltas, Delta(kind=self._target, text=text))
+
+
+def route(
+    message: MessageText, declared: Collection[str]
+) -> Literal["content", "reasoning", "call"]:
+    """Return where a message belongs in chat."""
+    header = message.header
+    if call_name(message, declared) is not None:
+        return "call"
+    if header.role != "assistant":
+        return "reasoning"  # a turn of another that the model made up: kept, but not as its answer
+    if header.recipient is not None and is_builtin(header.recipient):
+        return "reasoning"  # code and searches that nobody runs here are thoughts
+    is_analysis = (header.channel or "").casefold().startswith("analysis")
+    return "reasoning" if is_analysis else "content"
+
+
+def call_name(message: MessageText, declared: Collection[str]) -> str | None:
+    """Return the name of the function that a message calls, None when it calls none."""
+    recipient = message.header.recipient
+    if recipient is None or message.header.role != "assistant" or message.is_only_header:
+        return None
+    if recipient in declared:
+        return recipient
+    return recipient.removeprefix(f"{FUNCTIONS}.") if _is_function(recipient) else None
+
+
+def _is_function(recipient: str) -> bool:
+    return recipient.startswith(f"{FUNCTIONS}.") and recipient != f"{FUNCTIONS}."
+
+
+def _append(deltas: list[Delta], delta: Delta) -> None:
+    """Add a delta, as part of the one before where that is the same stream."""
+    last = deltas[-1] if deltas else None
+    if last is not None and (last.kind, last.index) == (delta.kind, delta.index):
+        last.text += delta.text
+    else:
+        deltas.append(delta)
+
+
+def _parsed(message: MessageText) -> ParsedMessage:
+    header = message.header
+    return ParsedMessage(
+        channel=header.channel,
+        recipient=header.recipient,
+        content_type=header.content_type,
+        content=message.text,
+        role=header.role,
+        name=header.name,
+    )

@@ -1,0 +1,55 @@
+"""Harmony as a formatter: conversations in, deltas out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rose.frontend.formatters.base import EncodedPrompt
+from rose.frontend.formatters.harmony.answer import HarmonyDecoder
+from rose.frontend.formatters.harmony.chat_body import read_chat
+from rose.frontend.formatters.harmony.conversation import Conversation, problem
+from rose.frontend.formatters.harmony.messages import drop_finished_reasoning
+from rose.frontend.formatters.harmony.render import HarmonyRenderer
+from rose.frontend.formatters.harmony.responses_body import read_responses
+from rose.frontend.tokenizer import Tokenizer
+
+
+class HarmonyFormatter:
+    """The format of gpt-oss."""
+
+    name = "harmony"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._renderer = HarmonyRenderer(tokenizer)
+
+    def encode(self, conversation: dict[str, Any]) -> EncodedPrompt:
+        """Render a body of chat completions or (`api`: responses) Responses."""
+        read = read_conversation(conversation)
+        try:
+            token_ids = self._renderer.render(drop_finished_reasoning(read.messages))
+        except RecursionError:
+            raise problem("tools", "a schema nested too deeply", "some hundred levels") from None
+        return EncodedPrompt(
+            token_ids=token_ids,
+            stop_token_ids=self._renderer.tokens.stops,
+            declared_tools=read.function_names,
+        )
+
+    def decoder(self, *, declared_tools: Sequence[str] = ()) -> HarmonyDecoder:
+        """Return a parser for one answer."""
+        return HarmonyDecoder(self._tokenizer, declared_tools)
+
+
+def read_conversation(body: dict[str, Any]) -> Conversation:
+    """Return the Harmony messages of a body; `api` says whose it is.
+
+    Raises   FormatError
+    """
+    api = body.get("api", "chat")
+    if api == "chat":
+        return read_chat(body)
+    if api == "responses":
+        return read_responses(body)
+    raise problem("api", api, "chat or responses")

@@ -1,0 +1,99 @@
+"""Raw text completion: the prompt is text as it stands, the answer is text as it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rose.frontend.formatters.base import (
+    FINISH_LENGTH,
+    Answer,
+    Delta,
+    EncodedPrompt,
+    FormatError,
+    ParsedMessage,
+)
+from rose.frontend.tokenizer import TextDecoder, Tokenizer, token_ids_of
+from rose.utils.errors import CheckpointError
+
+_ENDS = ("<|return|>", "<|call|>", "<|endoftext|>")
+
+
+class PlainFormatter:
+    """Text or token ids in, text out; control tokens in the answer are left out."""
+
+    name = "plain"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, conversation: dict[str, Any]) -> EncodedPrompt:
+        """Encode `prompt`, a string or a list of token ids."""
+        prompt = conversation.get("prompt")
+        if isinstance(prompt, str):
+            token_ids = self._tokenizer.encode(prompt)
+        else:
+            token_ids = read_ids(prompt, "a string or a list of token ids")
+        return EncodedPrompt(token_ids=token_ids, stop_token_ids=self._stops())
+
+    def decoder(self, *, declared_tools: Sequence[str] = ()) -> PlainDecoder:
+        """Return a decoder to text; plain text has no tool calls, so `declared_tools` play no part."""
+        return PlainDecoder(self._tokenizer)
+
+    def _stops(self) -> list[int]:
+        found = []
+        for name in _ENDS:
+            try:
+                found.append(self._tokenizer.control_id(name))
+            except CheckpointError:
+                continue  # a vocabulary need not have every end; max_tokens ends the request too
+        return found
+
+
+class PlainDecoder:
+    """Decoder of one text; see `AnswerDecoder`."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._text = TextDecoder()
+        self._pieces: list[str] = []
+        self._reason = "stop"
+
+    def push(self, token_ids: Sequence[int]) -> list[Delta]:
+        """Take sampled tokens."""
+        pieces = []
+        for token_id in token_ids:
+            if self._tokenizer.control_name(token_id) is not None:
+                pieces.append(self._text.finish())
+            else:
+                pieces.append(self._text.push(self._tokenizer.token_bytes(token_id)))
+        return self._add("".join(pieces))
+
+    def finish(self, reason: str) -> list[Delta]:
+        """Take the end; return what was held back."""
+        self._reason = reason
+        return self._add(self._text.finish())
+
+    def answer(self) -> Answer:
+        """Return everything so far."""
+        text = "".join(self._pieces)
+        message = ParsedMessage(channel=None, recipient=None, content_type=None, content=text)
+        reason = FINISH_LENGTH if self._reason == FINISH_LENGTH else "stop"
+        return Answer(content=text, reasoning=None, finish_reason=reason, messages=[message])
+
+    def _add(self, text: str) -> list[Delta]:
+        if not text:
+            return []
+        self._pieces.append(text)
+        return [Delta(kind="content", text=text)]
+
+
+def read_ids(prompt: Any, allowed: str) -> list[int]:
+    """Return a prompt given as token ids; raises FormatError when it is none, or is empty."""
+    token_ids = token_ids_of(prompt) if isinstance(prompt, list) else None
+    if not token_ids:
+        shown = repr(prompt)[:80]
+        raise FormatError(
+            f"prompt: found {shown}; allowed: {allowed}; change prompt", param="prompt"
+        )
+    return token_ids

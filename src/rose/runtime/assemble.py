@@ -1,0 +1,113 @@
+"""From a model to a runner with its KV cache: measure the largest step, plan the memory, allocate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from rose.cache.layout import CacheLayout
+from rose.config.engine import EngineConfig
+from rose.models.base import CausalLM
+from rose.protocol.sampling_params import SamplingParams
+from rose.runtime.inputs import DeviceTables
+from rose.runtime.memory import MemoryPlan, MemoryUse, graph_bytes, plan_memory
+from rose.runtime.plan import PlanEntry, StepPlan
+from rose.runtime.runner import ModelRunner, allocate_kv
+from rose.utils.device import DeviceFacts
+from rose.utils.math import ceil_div
+
+Report = Callable[[str], None]
+"""Told in words what is being done, while the engine is not ready."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assembly:
+    """Everything below the decoder."""
+
+    config: EngineConfig
+    """Resolved."""
+    device: DeviceFacts
+    runner: ModelRunner
+    layout: CacheLayout
+    memory: MemoryPlan
+
+
+def assemble(
+    model: CausalLM, config: EngineConfig, device: DeviceFacts, report: Report
+) -> Assembly:
+    """Build runner, device tables and KV cache for a model whose parameters are on the device.
+
+    Units    config is resolved
+    Raises   ConfigError where context or memory do not allow it
+    """
+    layout = CacheLayout.of(
+        model.config, config.cache, kv_format=config.quant.kv, tp=config.parallel.tp
+    )
+    context_tokens = min(
+        config.context_tokens or model.config.context_tokens, model.config.context_tokens
+    )
+    torch_device = torch.device(device.kind)
+    tables = DeviceTables(
+        layout,
+        num_slots=config.scheduler.max_sequences,
+        context_tokens=context_tokens,
+        max_step_tokens=config.scheduler.max_step_tokens,
+        device=torch_device,
+    )
+    runner = ModelRunner(model, tables, [])
+    use = MemoryUse()
+    if device.kind == "cuda":
+        report("measuring the memory of the largest step")
+        use = _measure(runner, layout, config, context_tokens)
+    memory = plan_memory(
+        layout=layout,
+        cache=config.cache,
+        scheduler=config.scheduler,
+        use=use,
+        device_bytes=device.memory_bytes,
+        context_tokens=context_tokens,
+        is_context_asked=config.context_tokens is not None,
+    )
+    runner.kv_pages = allocate_kv(layout, memory.num_pages, torch_device)
+    return Assembly(config=config, device=device, runner=runner, layout=layout, memory=memory)
+
+
+def _measure(
+    runner: ModelRunner, layout: CacheLayout, config: EngineConfig, context_tokens: int
+) -> MemoryUse:
+    """Run the largest prompt step on a small KV cache and read the peak; compiles its kernels too."""
+    torch.cuda.synchronize()
+    weights = torch.cuda.memory_allocated()
+    num_tokens = min(config.scheduler.max_step_tokens, context_tokens)
+    num_pages = ceil_div(num_tokens, layout.page_tokens)
+    kv_bytes = num_pages * sum(k.page_bytes for k in layout.kinds)
+    runner.kv_pages = allocate_kv(
+        layout, {k.kind: num_pages for k in layout.kinds}, runner.tables.device
+    )
+    torch.cuda.reset_peak_memory_stats()
+    runner.forward(_longest_step(layout, num_tokens, num_pages))
+    torch.cuda.synchronize()
+    workspace = torch.cuda.max_memory_allocated() - weights - kv_bytes
+    runner.kv_pages = []
+    torch.cuda.empty_cache()
+    graphs = 0
+    if config.use_graphs:
+        graphs = graph_bytes(config.scheduler.max_sequences, runner.model.config.vocab_size)
+    return MemoryUse(weights=weights, workspace=workspace, graphs=graphs)
+
+
+def _longest_step(layout: CacheLayout, num_tokens: int, num_pages: int) -> StepPlan:
+    columns = list(enumerate(range(num_pages)))
+    entry = PlanEntry(
+        slot=0,
+        is_new=True,
+        start_position=0,
+        token_ids=[0] * num_tokens,
+        num_tokens=num_tokens,
+        is_last_chunk=True,
+        new_pages={k.kind: columns for k in layout.kinds},
+        sampling=SamplingParams(seed=0),
+    )
+    return StepPlan(step=-1, decode=[], prefill=[entry], sample_slots=[0], max_length=num_tokens)

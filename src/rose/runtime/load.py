@@ -1,0 +1,77 @@
+"""A checkpoint folder -> a model on the device. Knows no architecture: the registry does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rose.config.engine import EngineConfig
+from rose.layers.build import LayerBuild
+from rose.models.base import CausalLM
+from rose.models.registry import ModelEntry, entry
+from rose.utils.device import DeviceFacts
+from rose.utils.errors import CheckpointError, ConfigError
+from rose.weights.reader import locate, read_json
+
+
+def load_model(
+    config: EngineConfig, device: DeviceFacts, report: Callable[[str], None]
+) -> tuple[CausalLM, EngineConfig]:
+    """Read the checkpoint that the configuration names.
+
+    Returns  the model, and the configuration resolved for device and checkpoint
+    Raises   ConfigError, CheckpointError
+    """
+    folder = Path(config.model)
+    model_entry = find_architecture(folder)
+    weights = model_entry.weights
+    model_config = weights.read_config(folder)
+    resolved = config.resolve(device, checkpoint_format=weights.checkpoint_format(folder))
+    if resolved.parallel.tp * resolved.parallel.ep * resolved.parallel.dp != 1:
+        raise ConfigError(
+            f"parallel sizes tp={resolved.parallel.tp}, ep={resolved.parallel.ep}, dp={resolved.parallel.dp} were "
+            "asked for; this engine runs on one device; allowed: 1 each; change parallel"
+        )
+    asked = resolved.context_tokens
+    if asked is not None and not 1 <= asked <= model_config.context_tokens:
+        raise ConfigError(
+            f"context_tokens={asked}; the model takes {model_config.context_tokens}; allowed: 1 to that; "
+            "change context_tokens"
+        )
+
+    def progress(done: int, total: int, _name: str) -> None:
+        report(f"loading weights: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
+
+    report(f"loading weights of {folder}")
+    parameters = weights.load(
+        folder, model_config, resolved.quant, device=device.kind, progress=progress
+    )
+    report("binding kernels")
+    model = model_entry.model(
+        model_config,
+        parameters,
+        build=LayerBuild(quant=resolved.quant, device=device, kernels=resolved.kernels),
+        page_tokens=resolved.cache.page_tokens,
+        num_positions=asked,
+    )
+    return model, resolved
+
+
+def find_architecture(folder: Path) -> ModelEntry:
+    """Tell from config.json what builds the model.
+
+    Raises  CheckpointError, ConfigError with the known names
+    """
+    at = locate(folder)
+    path = at / "config.json" if (at / "config.json").exists() else folder / "config.json"
+    values = read_json(path)
+    architecture = values.get("model_type")
+    if architecture is None and "num_experts" in values and "swiglu_limit" in values:
+        # OpenAI's `original/` layout names no architecture; it has only ever held gpt-oss.
+        architecture = "gpt_oss"
+    if not isinstance(architecture, str):
+        raise CheckpointError(
+            f"{path} has no model_type; needed: the name of the architecture; "
+            "restore the file from the checkpoint's source"
+        )
+    return entry(architecture)

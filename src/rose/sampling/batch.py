@@ -1,0 +1,78 @@
+"""Sampling parameters as device tensors: one row per slot, gathered for the rows of a step.
+
+A sequence's parameters are written once, when it takes its slot; decode steps only read them, by slot, so
+that a captured graph needs nothing from the host. Knows nothing of logits.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rose.protocol.sampling_params import SamplingParams
+
+INTS = 2
+"""Whole numbers per slot: seed, top_k."""
+FLOATS = 3
+"""Fractions per slot: temperature, top_p, min_p."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SamplingBatch:
+    """Parameters of S rows, as the `sample` contract takes them."""
+
+    temperature_S: Tensor
+    top_k_S: Tensor
+    top_p_S: Tensor
+    min_p_S: Tensor
+    seed_S: Tensor
+
+
+class SamplingTable:
+    """Parameters of all slots.
+
+    Shapes   R slots and one row that padding uses;  ints_2R int64;  floats_3R float32
+    """
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self.ints_2R = torch.zeros(INTS, num_rows, dtype=torch.int64, device=device)
+        self.floats_3R = torch.zeros(FLOATS, num_rows, dtype=torch.float32, device=device)
+        self.floats_3R[1] = 1.0
+
+    def write(self, rows_N: Tensor, packed_5N: Tensor) -> None:
+        """Set rows from numbers packed by `pack` (int64, one column per row)."""
+        self.ints_2R.index_copy_(1, rows_N, packed_5N[:INTS])
+        # contiguous: `view` to another type needs the halves of each number side by side
+        bits = packed_5N[INTS:].to(torch.int32).contiguous()
+        self.floats_3R.index_copy_(1, rows_N, bits.view(torch.float32))
+
+    def gather(self, slots_S: Tensor) -> SamplingBatch:
+        """Return the parameters of the given slots; enqueues device work only."""
+        ints_2S = self.ints_2R.index_select(1, slots_S)
+        floats_3S = self.floats_3R.index_select(1, slots_S)
+        return SamplingBatch(
+            temperature_S=floats_3S[0],
+            top_k_S=ints_2S[1].to(torch.int32),
+            top_p_S=floats_3S[1],
+            min_p_S=floats_3S[2],
+            seed_S=ints_2S[0],
+        )
+
+
+def pack(sampling: SamplingParams) -> list[int]:
+    """Return a slot's parameters as five integers: seed, top_k, and the bits of three float32."""
+    assert sampling.seed is not None, "the engine fills in the seed before a sequence runs"
+    floats = (sampling.temperature, sampling.top_p, sampling.min_p)
+    # top_k past int32 keeps all, as any number past the vocabulary does
+    top_k = min(sampling.top_k, 2**31 - 1)
+    return [sampling.seed, top_k, *struct.unpack("<3i", struct.pack("<3f", *floats))]
+
+
+def is_filtered(sampling: SamplingParams) -> bool:
+    """Tell whether any token can be left out, so that the one-pass sampler does not do."""
+    return sampling.temperature > 0 and (
+        sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
+    )
