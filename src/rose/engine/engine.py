@@ -178,10 +178,10 @@ class LLMEngine:
         """Return the ids of all requests that have not ended, waiting ones included."""
         return list(self._sequences)
 
-    def status(self, detail: str = "") -> EngineStatus:
+    def status(self, detail: str = "", *, is_ready: bool = True) -> EngineStatus:
         """Return the engine's state for the frontend."""
         return EngineStatus(
-            is_ready=True,
+            is_ready=is_ready,
             model=self.limits.model,
             context_tokens=min(self.limits.context_tokens, self.table.max_tokens),
             vocab_size=self.limits.vocab_size,

@@ -1,0 +1,103 @@
+"""Channel <-> engine: the loop of the engine service. Knows no process, no signal and no model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from rose.engine.engine import LLMEngine
+from rose.protocol.channel import EngineEndpoint
+from rose.protocol.codec import ProtocolError
+from rose.protocol.event import ErrorEvent, FromEngine
+from rose.protocol.request import Abort, Request, StatusQuery
+from rose.utils.log import get_logger
+
+IDLE_MS = 100
+"""Longest wait for a message without work; also how late a stop is noticed."""
+STATUS_SECONDS = 1.0
+MESSAGES_PER_STEP = 256
+"""More wait for the next step, so that a flood of requests does not hold up those that run."""
+
+_logger = get_logger(__name__)
+
+
+class EngineService:
+    """Serves one frontend until stopped or failed."""
+
+    def __init__(self, engine: LLMEngine, endpoint: EngineEndpoint) -> None:
+        self.engine = engine
+        self.endpoint = endpoint
+        self._next_status = 0.0
+
+    def serve(self, is_stopping: Callable[[], bool]) -> int:
+        """Answer until `is_stopping`; every request gets its last event, whatever happens.
+
+        Returns  the exit status of the process: 0 when stopped, 1 when a step failed
+        """
+        self._send_status_in_time()  # says that the engine is ready, before its first token
+        while not is_stopping():
+            self._receive()
+            try:
+                events = self.engine.step()
+            except Exception as error:  # noqa: BLE001 - kernels and drivers raise anything; all of it is answered
+                self._fail(error)
+                return 1
+            if events:
+                self._send(events)
+            self._send_status_in_time()
+        self._abort_all()
+        return 0
+
+    def _receive(self) -> None:
+        wait_ms = 0 if self.engine.has_work else IDLE_MS
+        for _ in range(MESSAGES_PER_STEP):
+            try:
+                message = self.endpoint.receive(wait_ms)
+            except ProtocolError as error:
+                # Whose request it was cannot be known, so the frontend is told as a whole.
+                _logger.error("%s", error)
+                self._send([self.engine.status(detail=str(error))])
+                continue
+            if message is None:
+                return
+            wait_ms = 0
+            match message:
+                case Request():
+                    self._send(self.engine.add(message))
+                case Abort():
+                    self._send(self.engine.abort(message.request_id))
+                case StatusQuery():
+                    self._send([self.engine.status()])
+
+    def _send(self, events: list[FromEngine]) -> None:
+        if events and not self.endpoint.send(events) and self.engine.running_ids():
+            _logger.warning("no frontend takes events; its %d requests end", self._num_open())
+            for request_id in self.engine.running_ids():
+                self.engine.abort(request_id)
+
+    def _send_status_in_time(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_status:
+            self._next_status = now + STATUS_SECONDS
+            self.endpoint.send([self.engine.status()])
+
+    def _fail(self, error: Exception) -> None:
+        _logger.critical("a step failed with %d requests open", self._num_open(), exc_info=error)
+        text = f"the engine failed in a step ({type(error).__name__}: {error}) and stops; send the request again"
+        events: list[FromEngine] = [
+            ErrorEvent(request_id=request_id, code="engine_failed", message=text)
+            for request_id in self.engine.running_ids()
+        ]
+        self.endpoint.send([*events, self._unready(f"failed: {type(error).__name__}: {error}")])
+
+    def _abort_all(self) -> None:
+        events: list[FromEngine] = []
+        for request_id in self.engine.running_ids():
+            events += self.engine.abort(request_id)
+        self.endpoint.send([*events, self._unready("stopped")])
+
+    def _unready(self, detail: str) -> FromEngine:
+        return self.engine.status(detail, is_ready=False)
+
+    def _num_open(self) -> int:
+        return len(self.engine.running_ids())

@@ -1,0 +1,191 @@
+"""The engine service over the in-process channel: every request gets its last event, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+
+import pytest
+
+from fakes.model import FakeModel, expected_output
+from rose.config.cache import CacheConfig
+from rose.config.engine import EngineConfig
+from rose.config.scheduler import SchedulerConfig
+from rose.engine.engine import LLMEngine
+from rose.protocol.channel import LocalPair
+from rose.protocol.event import EngineStatus, ErrorEvent, FinishedEvent, TokensEvent
+from rose.protocol.request import Abort, Request, StatusQuery
+from rose.protocol.sampling_params import SamplingParams
+from rose.server.service import EngineService
+
+
+class Service:
+    """A service in a thread, as it runs in a process."""
+
+    def __init__(self, model):
+        config = EngineConfig(
+            model="fake",
+            device="cpu",
+            cache=CacheConfig(page_tokens=16, kv_tokens=512),
+            scheduler=SchedulerConfig(max_step_tokens=64, max_mixed_tokens=64, max_sequences=8),
+        )
+        self.engine = LLMEngine.from_model(model, config)
+        self.pair = LocalPair()
+        self.frontend = self.pair.frontend()
+        self.is_stopping = threading.Event()
+        self.status = None
+        service = EngineService(self.engine, self.pair.engine)
+        self.thread = threading.Thread(
+            target=lambda: setattr(self, "status", service.serve(self.is_stopping.is_set))
+        )
+        self.thread.start()
+
+    async def events_until(self, done):
+        events = []
+        while not any(done(e) for e in events):
+            events += await asyncio.wait_for(self.frontend.receive(), 10)
+        return events
+
+    async def stop(self):
+        self.is_stopping.set()
+        await asyncio.to_thread(self.thread.join, 10)
+        return self.status
+
+
+@contextlib.asynccontextmanager
+async def _service(model=None):
+    service = Service(model or FakeModel())
+    try:
+        yield service
+    finally:
+        await service.stop()
+        service.frontend.close()
+        service.pair.close()
+
+
+def _request(name, prompt, max_tokens):
+    return Request(
+        request_id=name,
+        prompt_token_ids=prompt,
+        max_tokens=max_tokens,
+        sampling=SamplingParams(temperature=0),
+    )
+
+
+def _ends(name):
+    return lambda e: isinstance(e, FinishedEvent | ErrorEvent) and e.request_id == name
+
+
+def _tokens(events, name):
+    mine = [e for e in events if isinstance(e, TokensEvent) and e.request_id == name]
+    return [t for e in mine for t in e.token_ids]
+
+
+def test_requests_are_answered_with_their_tokens():
+    async def run():
+        async with _service() as service:
+            await service.frontend.send(_request("a", [1, 2, 3], 9))
+            await service.frontend.send(_request("b", [4] * 70, 5))
+            events = await service.events_until(_ends("a"))
+            events += (
+                await service.events_until(_ends("b")) if not any(map(_ends("b"), events)) else []
+            )
+        assert _tokens(events, "a") == expected_output([1, 2, 3], 9)
+        assert _tokens(events, "b") == expected_output([4] * 70, 5)
+
+    asyncio.run(run())
+
+
+def test_the_service_says_that_it_is_ready_and_answers_queries():
+    async def run():
+        async with _service() as service:
+            await service.events_until(lambda e: isinstance(e, EngineStatus) and e.is_ready)
+            await service.frontend.send(StatusQuery())
+            events = await service.events_until(lambda e: isinstance(e, EngineStatus))
+        assert events[-1].context_tokens == 512
+
+    asyncio.run(run())
+
+
+def test_refusals_and_aborts_are_answered():
+    async def run():
+        async with _service() as service:
+            await service.frontend.send(_request("long", [1] * 600, 1))
+            [error] = [e for e in await service.events_until(_ends("long")) if _ends("long")(e)]
+            assert error.code == "context_length_exceeded"
+            await service.frontend.send(_request("a", [1], 400))
+            await service.events_until(lambda e: isinstance(e, TokensEvent))
+            await service.frontend.send(Abort(request_id="a"))
+            events = await service.events_until(_ends("a"))
+            assert [e.reason for e in events if _ends("a")(e)] == ["abort"]
+            assert service.engine.table.num_used_pages == 0
+
+    asyncio.run(run())
+
+
+def test_a_stop_ends_running_requests_with_an_abort():
+    async def run():
+        async with _service() as service:
+            await service.frontend.send(_request("a", [1], 400))
+            await service.events_until(lambda e: isinstance(e, TokensEvent))
+            assert await service.stop() == 0
+            events = await service.events_until(_ends("a"))
+            assert [e.reason for e in events if _ends("a")(e)] == ["abort"]
+            assert events[-1].detail == "stopped"
+
+    asyncio.run(run())
+
+
+def test_a_failing_step_answers_every_request_and_ends_the_service():
+    class Failing(FakeModel):
+        def forward(self, token_ids_T, context):
+            if self.num_calls == 3:
+                raise RuntimeError("device lost")
+            return super().forward(token_ids_T, context)
+
+    async def run():
+        async with _service(Failing()) as service:
+            for name in ("a", "b"):
+                await service.frontend.send(_request(name, [1], 400))
+            events = await service.events_until(
+                lambda e: isinstance(e, EngineStatus) and not e.is_ready
+            )
+            await asyncio.to_thread(service.thread.join, 10)
+            assert service.status == 1
+        errors = {e.request_id: e for e in events if isinstance(e, ErrorEvent)}
+        assert set(errors) == {"a", "b"}
+        assert all(
+            e.code == "engine_failed" and "device lost" in e.message for e in errors.values()
+        )
+
+    asyncio.run(run())
+
+
+def test_requests_of_a_frontend_that_is_gone_are_dropped():
+    async def run():
+        async with _service() as service:
+            await service.frontend.send(_request("a", [1], 500))
+            await service.events_until(lambda e: isinstance(e, TokensEvent))
+            service.frontend.close()
+            for _ in range(100):
+                if not service.engine.has_work:
+                    break
+                await asyncio.sleep(0.05)
+            assert service.engine.counters.num_output_tokens < 500
+            assert service.engine.table.num_used_pages == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("frame", [b"", b"\x09x", b"\x01\xc1"])
+def test_a_broken_frame_is_told_and_survived(frame):
+    async def run():
+        async with _service() as service:
+            await service.frontend._socket.send(frame)
+            events = await service.events_until(lambda e: isinstance(e, EngineStatus) and e.detail)
+            assert "frame" in events[-1].detail
+            await service.frontend.send(_request("a", [1], 2))
+            assert _tokens(await service.events_until(_ends("a")), "a") == expected_output([1], 2)
+
+    asyncio.run(run())
