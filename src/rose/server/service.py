@@ -34,7 +34,7 @@ class EngineService:
 
         Returns  the exit status of the process: 0 when stopped, 1 when a step failed
         """
-        self._send_status_in_time()  # says that the engine is ready, before its first token
+        self._send_status_in_time()
         while not is_stopping():
             self._receive()
             try:
@@ -77,9 +77,9 @@ class EngineService:
 
     def _send_status_in_time(self) -> None:
         now = time.monotonic()
-        if now >= self._next_status:
+        # Tried again at once where nobody was there, so that a frontend which comes late soon knows.
+        if now >= self._next_status and self.endpoint.send([self.engine.status()]):
             self._next_status = now + STATUS_SECONDS
-            self.endpoint.send([self.engine.status()])
 
     def _fail(self, error: Exception) -> None:
         _logger.critical("a step failed with %d requests open", self._num_open(), exc_info=error)
