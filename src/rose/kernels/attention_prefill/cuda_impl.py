@@ -1,6 +1,6 @@
 """Prefill attention in CUDA C++ for Hopper: warp-specialised, TMA and WGMMA (kernel_sm90.cu).
 
-Chosen ahead of Triton where it may run. One kernel with compile-time variants; which of them serves full and which
+One kernel with compile-time variants; which of them serves full and which
 serves windowed layers was decided by benchmarks/attention_variants.py.
 """
 
@@ -133,7 +133,7 @@ register(
         operation="attention_prefill",
         name="cuda",
         function=attention_prefill,
-        band=Band.SPECIALISED,
+        band=Band.PORTABLE,  # until a GPU has checked it: not bound ahead of Triton
         device="cuda",
         min_capability=(9, 0),
         max_capability=(9, 0),
