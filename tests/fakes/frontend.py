@@ -10,6 +10,7 @@ import httpx
 
 from fakes import engine as fake_engine
 from fakes import formatter as fake_format
+from fakes import openai_schemas
 from rose.frontend.app import create_app
 from rose.frontend.client import EngineClient
 from rose.frontend.config import FrontendConfig
@@ -35,11 +36,13 @@ class Server:
 
 
 @contextlib.asynccontextmanager
-async def serving(*lines, config=None, is_ready=True, raise_bugs=True, **engine_fields):
-    """Start a frontend whose engine answers request by request with `lines`."""
+async def serving(
+    *lines, config=None, is_ready=True, raise_bugs=True, formatter=None, **engine_fields
+):
+    """Start a frontend whose engine answers request by request with `lines`; answers are schema-checked."""
     config = config or FrontendConfig(conversation_date="none")
     engine = fake_engine.FakeEngine(*lines, is_ready=is_ready, **engine_fields)
-    formatter = fake_format.FakeFormatter()
+    formatter = formatter or fake_format.FakeFormatter()
     client = EngineClient(engine, timeout_s=config.engine_timeout_s)
     jobs = JobMaker(config, Formatters(chat=formatter, text=formatter), model_names=("m", "alias"))
     app = create_app(config, client, jobs, Metrics())
@@ -49,8 +52,19 @@ async def serving(*lines, config=None, is_ready=True, raise_bugs=True, **engine_
                 break
             await asyncio.sleep(0.001)
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=raise_bugs)
-        async with httpx.AsyncClient(transport=transport, base_url="http://rose") as http:
+        hooks = {"response": [_check]}
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://rose", event_hooks=hooks
+        ) as http:
             yield Server(http, client, engine, formatter)
+
+
+async def _check(response):
+    await response.aread()
+    kind = response.headers["content-type"]
+    openai_schemas.check_response(
+        response.request.url.path, response.status_code, kind, response.text
+    )
 
 
 def run(scenario):

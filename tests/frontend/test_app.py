@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from fakes import openai_schemas
 from rose.frontend.config import FrontendConfig
 
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
@@ -179,6 +180,23 @@ def test_tool_choice_none_hides_the_tools_from_the_prompt(lab):
             hidden, shown = server.formatter.conversations
             assert "tools" not in hidden
             assert shown["tools"] == [TOOL]
+
+    lab.run(scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tool_choice_none_turns_a_call_into_text(lab, stream):
+    async def scenario():
+        async with lab.serving(_calling(lab, ("get_weather", '{"a":1}'))) as server:
+            response = await server.chat(tools=[TOOL], tool_choice="none", stream=stream)
+            if stream:
+                folded = _fold(lab.sse(response)[:-1])
+                assert (folded["content"], folded["calls"]) == ('get_weather {"a":1}', [])
+                assert folded["finish"] == "stop"
+            else:
+                [choice] = response.json()["choices"]
+                assert choice["message"]["content"] == 'get_weather {"a":1}'
+                assert choice["finish_reason"] == "stop"
 
     lab.run(scenario)
 
@@ -668,3 +686,16 @@ def test_a_bug_is_a_json_500_and_later_requests_work(lab):
             assert (await server.chat()).status_code == 200
 
     lab.run(scenario)
+
+
+def test_the_schema_oracle_finds_a_broken_answer():
+    chunk = {
+        "id": "x",
+        "object": "chat.completion.chunk",
+        "created": 1,
+        "model": "m",
+        "choices": [],
+    }
+    assert openai_schemas.problems("chat.completion.chunk", chunk) == []
+    assert openai_schemas.problems("chat.completion.chunk", {**chunk, "created": "now"})
+    assert openai_schemas.problems("error", {"error": {"message": "x"}})

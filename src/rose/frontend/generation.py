@@ -35,6 +35,7 @@ class ChoiceRun:
         prompt: int = 0,
         stop_strings: Sequence[str] = (),
         max_calls: int | None = None,
+        calls_as_text: bool = False,
     ) -> None:
         self.index = index
         self.prompt = prompt
@@ -47,6 +48,7 @@ class ChoiceRun:
         self._decoder = decoder
         self._stops = StopStrings(stop_strings)
         self._max_calls = max_calls
+        self._calls_as_text = calls_as_text
 
     def take(self, event: TokensEvent) -> list[Delta]:
         """Take tokens; return what they add to the answer. `finish_reason` is set where they end it early."""
@@ -63,7 +65,9 @@ class ChoiceRun:
         if self.finish_reason is None:
             held = self._stops.finish()
             deltas += [Delta(kind="content", text=held)] if held else []
-            self.finish_reason = self._decoder.answer().finish_reason
+            reason = self._decoder.answer().finish_reason
+            is_hidden_call = self._calls_as_text and reason == "tool_calls"
+            self.finish_reason = "stop" if is_hidden_call else reason
         return deltas
 
     def _close(self, reason: str) -> list[Delta]:
@@ -76,7 +80,7 @@ class ChoiceRun:
     def _filter(self, deltas: list[Delta]) -> list[Delta]:
         """Cut at a stop string in content, and before a call beyond the allowed number."""
         passed: list[Delta] = []
-        for delta in deltas:
+        for delta in map(_call_as_text, deltas) if self._calls_as_text else deltas:
             if delta.kind == "content":
                 text = self._stops.push(delta.text)
                 passed += [Delta(kind="content", text=text)] if text else []
@@ -96,6 +100,15 @@ class ChoiceRun:
                 return passed
             passed.append(delta)
         return passed
+
+
+def _call_as_text(delta: Delta) -> Delta:
+    """Turn a call that the client has forbidden (tool_choice none) into text; nothing written is lost."""
+    if delta.kind == "tool_call":
+        return Delta(kind="content", text=f"{delta.name} ")
+    if delta.kind == "tool_arguments":
+        return Delta(kind="content", text=delta.text)
+    return delta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -88,6 +88,7 @@ class JobMaker:
                 formatter.decoder(declared_tools=prompt.declared_tools),
                 stop_strings=stop_strings(request),
                 max_calls=1 if request.parallel_tool_calls is False else None,
+                calls_as_text=request.tool_choice == "none",
             )
             for index in range(request.n or 1)
         ]
