@@ -35,26 +35,25 @@ class Yarn:
         angle = self.original_tokens / (turns * 2 * math.pi)
         return self.head_dim / 2 * math.log(angle) / math.log(self.theta)
 
-    def frequencies(self) -> Tensor:
-        """Return float64 [D / 2], radians per position."""
-        pair = torch.arange(self.head_dim // 2, dtype=torch.float64)
-        kept = self.theta ** (-2 * pair / self.head_dim)
+    def frequencies(self, dtype: torch.dtype = torch.float64) -> Tensor:
+        """Return [D / 2], radians per position, every step computed in `dtype`."""
+        pair = torch.arange(0, self.head_dim, 2, dtype=dtype)
+        turn = self.theta ** (pair / self.head_dim)
         if self.factor <= 1:
-            return kept
+            return 1 / turn
         low, high = self.bound(self.beta_fast), self.bound(self.beta_slow)
-        divided_share = ((pair - low) / (high - low)).clamp(0, 1)
-        return divided_share * kept / self.factor + (1 - divided_share) * kept
+        kept_share = 1 - ((pair / 2 - low) / (high - low)).clamp(0, 1)
+        return (1 / (self.factor * turn)) * (1 - kept_share) + (1 / turn) * kept_share
 
     def table(
         self, num_positions: int, *, dtype: torch.dtype, device: str | torch.device
     ) -> Tensor:
         """Return [P, D]: cos in the first half of the columns, sin in the other, both concentrated.
 
-        The angle is a float32 product, as in every published implementation: at far positions that
-        differs from the true angle by more than a float32 cosine does, and models were trained with it.
+        Frequencies and angles are float32 numbers also where the table is wider. That puts a far angle off by
+        up to 1e-7 times the position, but it is what the published implementations compute, to the bit, and
+        with it the engine gives their logits at position 100,000 too.
         """
         positions = torch.arange(num_positions, device=device, dtype=torch.float32)
-        angles = torch.outer(positions, self.frequencies().to(device, torch.float32))
-        if dtype == torch.float64:
-            angles = angles.double()
+        angles = torch.outer(positions, self.frequencies(torch.float32).to(device)).to(dtype)
         return torch.cat([angles.cos(), angles.sin()], dim=-1) * self.concentration

@@ -49,29 +49,31 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return x_TD * torch.rsqrt(x_TD.square().mean(dim=-1, keepdim=True) + eps) * weight_D
 
 
-def yarn_frequencies(config: ReferenceConfig) -> tuple[Tensor, float]:
-    """Return radians per position of each pair, float64 [d / 2], and the concentration of cos and sin."""
+def yarn_frequencies(config: ReferenceConfig, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """Return radians per position of each pair [d / 2], and the concentration of cos and sin."""
     d, theta = config.head_dim, config.rope_theta
 
     def pair_that_turns(times: float) -> float:
-        return (
-            d / 2 * math.log(config.rope_original_tokens / (times * 2 * math.pi)) / math.log(theta)
-        )
+        return d / 2 * math.log(config.rope_original_tokens / (times * 2 * math.pi)) / math.log(theta)
 
-    pair = torch.arange(0, d // 2, dtype=torch.float64)
-    frequency = theta ** (-2 * pair / d)
+    pair = torch.arange(0, d // 2, dtype=dtype)
+    base = theta ** (2 * pair / d)
     low = pair_that_turns(config.rope_beta_fast)  # neither bound is rounded: "truncate": false
     high = pair_that_turns(config.rope_beta_slow)
     interpolated = ((pair - low) / (high - low)).clamp(0, 1)
-    frequency = interpolated * frequency / config.rope_factor + (1 - interpolated) * frequency
+    frequency = interpolated / (config.rope_factor * base) + (1 - interpolated) / base
     return frequency, 0.1 * math.log(config.rope_factor) + 1.0
 
 
 def rotary_angles(config: ReferenceConfig, num_positions: int, dtype: torch.dtype) -> Tensor:
-    """Return cos and sin, stacked [2, T, d / 2]; the angle itself is a float32 product."""
-    frequency, concentration = yarn_frequencies(config)
+    """Return cos and sin, stacked [2, T, d / 2].
+
+    Frequency and angle are float32 in float64 models too, as in every published implementation: far from
+    the start they differ from the true angle by more than the last digits, and the models are used so.
+    """
+    frequency, concentration = yarn_frequencies(config, torch.float32)
     position = torch.arange(num_positions, dtype=torch.float32)
-    angle = (position[:, None] * frequency.float()).to(dtype)
+    angle = (position[:, None] * frequency).to(dtype)
     return torch.stack([angle.cos(), angle.sin()]) * concentration
 
 
