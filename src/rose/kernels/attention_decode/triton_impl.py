@@ -126,13 +126,21 @@ def _combine_kernel(
 
 
 def choose(num_sequences: int, num_kv_heads: int, max_length: int, window: int | None) -> Launch:
-    """Choose the launch shape: about eight programs per SM of an H200 (132 SMs) where there is work."""
+    """Choose the launch shape; timed on an H200 (132 SMs), docs/performance.md has the table.
+
+    Four programs per SM are wanted: fewer leave the memory idle, more pay for their combination. Windows of
+    two pages need no loop; from 64 sequences on, smaller programs fit more to an SM.
+    """
     if window is not None:
-        return Launch(block_tokens=64, num_splits=1, num_warps=4, num_stages=2)
-    wanted = ceil_div(132 * 8, num_sequences * num_kv_heads)
+        if num_sequences < 64:
+            return Launch(block_tokens=128, num_splits=1, num_warps=4, num_stages=1)
+        return Launch(block_tokens=64, num_splits=1, num_warps=2, num_stages=2)
+    wanted = ceil_div(132 * 4, num_sequences * num_kv_heads)
     # A part of less than two blocks costs more in the combination than it gains.
     most = max(1, max_length // 128)
-    return Launch(block_tokens=64, num_splits=max(1, min(wanted, most, 128)))
+    return Launch(
+        block_tokens=64, num_splits=max(1, min(wanted, most, 128)), num_warps=2, num_stages=4
+    )
 
 
 def run(

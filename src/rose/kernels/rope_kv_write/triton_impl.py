@@ -38,8 +38,9 @@ def _kernel(
         kv_head = tl.arange(0, G_PADDED)[:, None]
         is_kv = (kv_head < G) & (i < HALF)[None, :]
         k_ptr = row_ptr + (H + kv_head) * (2 * HALF) + i[None, :]
-        low = tl.load(k_ptr, mask=is_kv, other=0.0).to(tl.float32)
-        high = tl.load(k_ptr + HALF, mask=is_kv, other=0.0).to(tl.float32)
+        # Names of their own: inside a branch Triton lets no name change its shape.
+        k_low = tl.load(k_ptr, mask=is_kv, other=0.0).to(tl.float32)
+        k_high = tl.load(k_ptr + HALF, mask=is_kv, other=0.0).to(tl.float32)
         v_ptr = k_ptr + G * (2 * HALF)
         out_ptr = (
             kv_ptr
@@ -49,8 +50,8 @@ def _kernel(
             + i[None, :]
         )
         kv_dtype: tl.constexpr = kv_ptr.dtype.element_ty
-        tl.store(out_ptr, (low * cos - high * sin).to(kv_dtype), mask=is_kv)
-        tl.store(out_ptr + HALF, (high * cos + low * sin).to(kv_dtype), mask=is_kv)
+        tl.store(out_ptr, (k_low * cos - k_high * sin).to(kv_dtype), mask=is_kv)
+        tl.store(out_ptr + HALF, (k_high * cos + k_low * sin).to(kv_dtype), mask=is_kv)
         v_low = tl.load(v_ptr, mask=is_kv, other=0.0)
         v_high = tl.load(v_ptr + HALF, mask=is_kv, other=0.0)
         tl.store(out_ptr + value_stride, v_low.to(kv_dtype), mask=is_kv)
