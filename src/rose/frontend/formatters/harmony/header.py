@@ -37,7 +37,7 @@ class Header:
     channel: str | None = None
     content_type: str | None = None
     is_odd: bool = False
-    """Words were left that have no place in a header; they are kept in content_type."""
+    """The role is missing, or words were left that have no place in a header (kept in content_type)."""
 
 
 def read_header(sections: Sequence[Section], *, is_explicit: bool) -> Header:
@@ -59,7 +59,7 @@ def read_header(sections: Sequence[Section], *, is_explicit: bool) -> Header:
         recipient=recipient,
         channel=channel,
         content_type=" ".join(words) or None,
-        is_odd=is_odd,
+        is_odd=is_odd or (is_explicit and not _has_role(sections)),
     )
 
 
@@ -130,8 +130,13 @@ def is_recognised(sections: Sequence[Section], *, is_explicit: bool) -> bool:
     """Return whether this can only be a header, although it stands inside a message."""
     if any(kind == "channel" and _KNOWN_CHANNEL.match(text.strip()) for kind, text in sections):
         return True
-    first = (sections[0][1].split() or [""])[0]
-    return is_explicit and first.partition(":")[0] in _ROLES
+    return is_explicit and _has_role(sections)
+
+
+def _has_role(sections: Sequence[Section]) -> bool:
+    first = (_words(sections[0][1]) or [""])[0]
+    role = first.partition(":")[0]
+    return role in _ROLES or "to=assistant" in sections[0][1]  # the latter: a tool, under its own name
 
 
 def _words(text: str) -> list[str]:
