@@ -20,7 +20,7 @@ triton = pytest.importorskip("triton")
 
 SORT = """
 import torch
-from rose.kernels.moe_experts.triton_permute import max_tiles, sort_by_expert
+from rose.kernels.moe_experts.triton_permute import sort_by_expert
 from rose.utils.math import ceil_div
 
 def check(ids, experts, block_m):
@@ -156,11 +156,14 @@ def test_products_compile_to_fp8_tensor_cores_without_spills(
     function = getattr(grouped, f"_{part}_kernel")
     types = {n: "*i32" for n in ("starts_ptr", "tiles_ptr", "expert_ptr")}
     types |= {n: "*fp32" for n in ("a_scales_ptr", "w_scales_ptr", "hidden_scales_ptr")}
-    types |= {n: "i32" for n in ("a_stride", "hidden_stride")} | {"alpha": "fp32", "limit": "fp32"}
+    types |= {n: "i32" for n in ("num_experts", "a_stride", "hidden_stride")} | {
+        "alpha": "fp32",
+        "limit": "fp32",
+    }
     types |= {"bias_ptr": "*bf16", "y_ptr": "*bf16", "hidden_ptr": "*fp8e4nv"}
     types["a_desc"] = f"tensordesc<fp8e4nv[{shape.block_m},{group}]>"
     types["w_desc"] = f"tensordesc<fp8e4nv[{shape.block_n},{group}]>"
-    constants = {"E": 32, "N": 5760 if part == "gate_up" else 2880, "K": 2880, "GROUP": group}
+    constants = {"N": 5760 if part == "gate_up" else 2880, "K": 2880, "GROUP": group}
     constants |= {"BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n, "GROUP_M": shape.group_m}
     if part == "gate_up":
         constants["INTERPRETED"] = False

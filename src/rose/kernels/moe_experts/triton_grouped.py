@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rose.kernels.moe_experts.triton_permute import RowTable, to_e4m3
+from rose.kernels.moe_experts.rows import RowTable
+from rose.kernels.moe_experts.triton_permute import to_e4m3
 from rose.utils.math import ceil_div, round_up
 
 
@@ -82,13 +83,13 @@ def _product(
 @triton.jit
 def _gate_up_kernel(
     a_desc, w_desc, a_scales_ptr, w_scales_ptr, bias_ptr, starts_ptr, tiles_ptr, expert_ptr,
-    hidden_ptr, hidden_scales_ptr, a_stride, hidden_stride, alpha, limit,
-    E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+    hidden_ptr, hidden_scales_ptr, num_experts, a_stride, hidden_stride, alpha, limit,
+    N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     RUNS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     item = tl.program_id(0)
-    if item >= tl.load(tiles_ptr + E) * RUNS:
+    if item >= tl.load(tiles_ptr + num_experts) * RUNS:
         return
     expert, row, end, run = _locate(item, starts_ptr, tiles_ptr, expert_ptr, RUNS, BLOCK_M, GROUP_M)
     total = _product(
@@ -114,13 +115,13 @@ def _gate_up_kernel(
 @triton.jit
 def _down_kernel(
     a_desc, w_desc, a_scales_ptr, w_scales_ptr, bias_ptr, starts_ptr, tiles_ptr, expert_ptr,
-    y_ptr, a_stride,
-    E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+    y_ptr, num_experts, a_stride,
+    N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     RUNS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     item = tl.program_id(0)
-    if item >= tl.load(tiles_ptr + E) * RUNS:
+    if item >= tl.load(tiles_ptr + num_experts) * RUNS:
         return
     expert, row, end, run = _locate(item, starts_ptr, tiles_ptr, expert_ptr, RUNS, BLOCK_M, GROUP_M)
     total = _product(
@@ -155,8 +156,8 @@ def gate_up(
         TensorDescriptor.from_tensor(x_RD, [shape.block_m, x_group]),
         TensorDescriptor.from_tensor(values_EFD.flatten(0, 1), [shape.block_n, x_group]),
         x_scales_BR, scales, bias_EF, table.starts_E1, table.tiles_E1, table.expert_M,
-        out_RI, out_scales, x_scales_BR.stride(0), out_scales.stride(0), alpha, limit,
-        E=num_experts, N=wide, K=hidden, GROUP=x_group, BLOCK_M=shape.block_m,
+        out_RI, out_scales, num_experts, x_scales_BR.stride(0), out_scales.stride(0), alpha, limit,
+        N=wide, K=hidden, GROUP=x_group, BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n, GROUP_M=shape.group_m, INTERPRETED=interpreted,
         num_warps=shape.num_warps, num_stages=shape.num_stages,
     )  # fmt: skip
@@ -179,8 +180,8 @@ def down(
         TensorDescriptor.from_tensor(a_RI, [shape.block_m, a_group]),
         TensorDescriptor.from_tensor(values_EDI.flatten(0, 1), [shape.block_n, a_group]),
         a_scales, scales, bias_ED, table.starts_E1, table.tiles_E1, table.expert_M,
-        y_RD, a_scales.stride(0),
-        E=num_experts, N=hidden, K=inner, GROUP=a_group, BLOCK_M=shape.block_m,
+        y_RD, num_experts, a_scales.stride(0),
+        N=hidden, K=inner, GROUP=a_group, BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n, GROUP_M=shape.group_m,
         num_warps=shape.num_warps, num_stages=shape.num_stages,
     )  # fmt: skip

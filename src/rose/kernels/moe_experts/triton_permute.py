@@ -7,45 +7,16 @@ of one expert. Nothing is read back by the host: launches are sized for the wors
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from rose.kernels.moe_experts.rows import RowTable, allocate_rows
 from rose.utils.math import ceil_div, round_up
 
 BLOCK_PAIRS = 128
 """Pairs per program of the counting and ranking kernels; 128 x 128 experts is 64 registers a thread."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowTable:
-    """Where the rows of each expert are.
-
-    Shapes   T tokens, K experts per token, E experts, M tiles at most
-             row_TK        int32: row of the pair, -1 where its expert lives elsewhere
-             starts_E1     int32 [E + 1]: first row of each expert, then the number of rows
-             tiles_E1      int32 [E + 1]: first tile of each expert, then the number of tiles
-             expert_M      int32: expert of each tile; undefined past the number of tiles
-    """
-
-    row_TK: Tensor
-    starts_E1: Tensor
-    tiles_E1: Tensor
-    expert_M: Tensor
-    block_m: int
-
-    @property
-    def max_tiles(self) -> int:
-        """Return the number of tiles that no routing passes."""
-        return self.expert_M.shape[0]
-
-
-def max_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """Return how many tiles `num_pairs` rows can make: each hit expert may leave one tile short."""
-    return num_pairs // block_m + min(num_experts, num_pairs)
 
 
 @triton.jit
@@ -115,15 +86,7 @@ def sort_by_expert(expert_ids_TK: Tensor, *, num_experts: int, block_m: int) -> 
     experts = triton.next_power_of_2(num_experts)
     num_blocks = ceil_div(num_pairs, BLOCK_PAIRS)
     counts = torch.empty(num_blocks, experts, dtype=torch.int32, device=device)
-    table = RowTable(
-        row_TK=torch.empty_like(expert_ids_TK),
-        starts_E1=torch.empty(num_experts + 1, dtype=torch.int32, device=device),
-        tiles_E1=torch.empty(num_experts + 1, dtype=torch.int32, device=device),
-        expert_M=torch.empty(
-            max_tiles(num_pairs, num_experts, block_m), dtype=torch.int32, device=device
-        ),
-        block_m=block_m,
-    )
+    table = allocate_rows(expert_ids_TK, num_experts=num_experts, block_m=block_m)
     _count_kernel[(num_blocks,)](
         expert_ids_TK, counts, num_pairs, EXPERTS=experts, BLOCK=BLOCK_PAIRS, num_warps=8
     )
