@@ -59,10 +59,10 @@ PLACES: dict[str, Place] = {
     "layers.{n}.expert_norm": Place(role="norm", letters="D"),
     "layers.{n}.router.matrix": Place(role="router", letters="ED"),
     "layers.{n}.router.bias": Place(role="bias", letters="E"),
-    "layers.{n}.experts.gate_up": Place(role="experts", letters="EFD", split_axis=0),
     "layers.{n}.experts.gate_up_bias": Place(role="bias", letters="EF", split_axis=0),
-    "layers.{n}.experts.down": Place(role="experts", letters="EDI", split_axis=0),
+    "layers.{n}.experts.gate_up": Place(role="experts", letters="EFD", split_axis=0),
     "layers.{n}.experts.down_bias": Place(role="bias", letters="ED", split_axis=0),
+    "layers.{n}.experts.down": Place(role="experts", letters="EDI", split_axis=0),
 }
 
 _HF = "model.layers.{n}."

@@ -1,0 +1,56 @@
+"""Folders that checkpoints are written into: empty or ours, with space foreseen."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from rose.utils.errors import CheckpointError
+
+SPARE_BYTES = 64 << 20
+"""Left free beyond what is to be written: configuration files and the journal."""
+
+
+def require_empty(folder: Path, *, because: str) -> None:
+    """Create a folder, or accept an empty one.
+
+    Raises  CheckpointError where something is in it or in its place.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(
+            f"{folder} is a file; a folder is needed for {because}; choose another"
+        )
+    names = sorted(p.name for p in folder.iterdir()) if folder.exists() else []
+    if names:
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        raise CheckpointError(
+            f"{folder} is not empty (found: {shown}); {because} needs an empty or new folder; "
+            "choose another or remove what is there"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} cannot be made ({error.strerror}); {because} needs a folder it may write; choose another"
+        ) from None
+
+
+def require_space(folder: Path, num_bytes: int) -> None:
+    """Foresee a full disk.
+
+    Raises  CheckpointError where less is free than is needed.
+    """
+    free = shutil.disk_usage(folder).free
+    if num_bytes + SPARE_BYTES > free:
+        raise CheckpointError(
+            f"{folder} needs {gib(num_bytes + SPARE_BYTES)} of disk, {gib(free)} are free; "
+            "free some space or choose a folder on another disk"
+        )
+
+
+def gib(num_bytes: float) -> str:
+    """Write a number of bytes for people."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes:.0f} B"
