@@ -109,11 +109,21 @@ def plain(values: Tensor) -> FormattedTensor:
 
 @lru_cache(maxsize=8)
 def _e2m1_pairs(device: str) -> Tensor:
-    """Return float32 [256, 2]: the two numbers in each byte."""
+    """Return [256]: the two float32 numbers in each byte as one int64, so that one look-up fetches both."""
     magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     codes = torch.tensor([*magnitudes, *(-m for m in magnitudes)])
     byte = torch.arange(256)
-    return torch.stack([codes[byte & 15], codes[byte >> 4]], dim=-1).to(device)
+    pairs = torch.stack([codes[byte & 15], codes[byte >> 4]], dim=-1)
+    return pairs.view(torch.int64).flatten().to(device)
+
+
+def _decode_mxfp4(values: Tensor, scales: Tensor) -> Tensor:
+    pairs = _e2m1_pairs(str(values.device)).index_select(0, values.flatten().int())
+    numbers = pairs.view(torch.float32).view(*values.shape[:-1], 32)
+    # Powers of two from their bits: `ldexp` goes through pow, which a GPU rounds. Byte 0 is 2^-127, a subnormal.
+    exponents = scales.int()
+    powers = torch.where(exponents > 0, exponents << 23, 1 << 22).view(torch.float32)
+    return numbers.mul_(powers.unsqueeze(-1)).flatten(-2)
 
 
 def decode(matrix: FormattedTensor) -> Tensor:
@@ -126,8 +136,7 @@ def decode(matrix: FormattedTensor) -> Tensor:
         return values if kind == FLOAT64 else values.float()
     assert scales is not None, f"{kind.name} needs scales"
     if kind == MXFP4:
-        numbers = _e2m1_pairs(str(values.device))[values.int()].flatten(-2)  # [..., N, K/32, 32]
-        return torch.ldexp(numbers, scales.int().unsqueeze(-1) - 127).flatten(-2)
+        return _decode_mxfp4(values, scales)
     rows, columns = kind.block
     num_rows, num_columns = values.shape[-2:]
     spread = scales.float()
