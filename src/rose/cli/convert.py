@@ -40,17 +40,19 @@ def convert(
     Interrupted? Run the same command again: finished files are checked and kept.
     """
     from rose.cli.byte_progress import byte_progress
-    from rose.models.gpt_oss import convert as gpt_oss
+    from rose.runtime.load import find_architecture
     from rose.utils.device import detect
     from rose.weights.folders import gib
 
+    converter = find_architecture(source).module("convert")
+    kind = detect(device).kind
     start = time.monotonic()
     with byte_progress("converting") as progress:
-        done = gpt_oss.convert(
+        done = converter.convert(
             source,
             folder,
             format_name,
-            device=detect(device).kind,
+            device=kind,
             shard_bytes=int(shard_gb * 1e9),
             progress=progress,
         )
@@ -63,7 +65,7 @@ def convert(
     if not is_verified:
         return 0
     with byte_progress("verifying") as progress:
-        reports = gpt_oss.verify_copy(source, folder, progress=progress)
+        reports = converter.verify_copy(source, folder, device=kind, progress=progress)
     return print_reports(reports)
 
 

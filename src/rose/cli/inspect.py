@@ -31,14 +31,15 @@ def inspect(folder: Path, sizes: str, is_json: bool) -> int:
 
 def describe(folder: Path, sizes: list[int]) -> dict[str, Any]:
     """Collect everything that is printed; reads headers and config.json only."""
-    from rose.models.gpt_oss import weights as gpt_oss
+    from rose.runtime.load import find_architecture
     from rose.weights.inspect import contents
     from rose.weights.reader import CheckpointReader
 
-    config = gpt_oss.read_config(folder)
+    model = find_architecture(folder).weights
+    config = model.read_config(folder)
     with CheckpointReader(folder) as reader:
-        layout = gpt_oss.detect(reader)
-        table = gpt_oss.rules(config, layout)
+        layout = model.detect(reader)
+        table = model.rules(config, layout)
         held = contents(reader, table)
         at = reader.folder
     return {
@@ -57,20 +58,19 @@ def describe(folder: Path, sizes: list[int]) -> dict[str, Any]:
         "unused": list(held.account.unused),
         "misshapen": list(held.account.misshapen),
         "problems": held.account.problems(),
-        "memory": [_memory(config, table, size) for size in sizes],
+        "memory": [_memory(model, config, table, size) for size in sizes],
     }
 
 
-def _memory(config: Any, table: list[Any], size: int) -> dict[str, Any]:
+def _memory(model: Any, config: Any, table: list[Any], size: int) -> dict[str, Any]:
     from rose.config.quant import QuantConfig
-    from rose.models.gpt_oss.weights import check_split
     from rose.quant.scheme import scheme
     from rose.utils.errors import ConfigError
     from rose.weights.inspect import kv_need, resident_bytes
     from rose.weights.pieces import Cut
 
     try:
-        check_split(config, size)
+        model.check_split(config, size)
     except ConfigError as error:
         return {"tp": size, "problem": "; ".join(error.problems)}
     weights = {

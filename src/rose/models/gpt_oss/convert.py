@@ -75,7 +75,11 @@ def convert(
 
 
 def verify_copy(
-    source: Path, folder: Path, *, progress: Progress = ignore_progress
+    source: Path,
+    folder: Path,
+    *,
+    device: str = "cpu",
+    progress: Progress = ignore_progress,
 ) -> list[TensorReport]:
     """Compare a converted checkpoint with its source, tensor by tensor.
 
@@ -88,6 +92,7 @@ def verify_copy(
             rules(config, detect(original)),
             copy,
             rules(config, detect(copy)),
+            device=device,
             progress=progress,
         )
 
