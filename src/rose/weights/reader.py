@@ -110,19 +110,18 @@ class CheckpointReader:
         problems: list[str] = []
         weight_map = _read_index(self.folder, problems)
         self.files = _list_files(self.folder, weight_map, problems)
-        for file in self.files:
-            self._add_file(file, problems)
+        whole = {file.name for file in self.files if self._add_file(file, problems)}
         if weight_map is not None:
-            _check_index(weight_map, self.entries, {f.name for f in self.files}, problems)
+            _check_index(weight_map, self.entries, whole, problems)
         if problems:
             raise CheckpointError(problems)
 
-    def _add_file(self, file: Path, problems: list[str]) -> None:
+    def _add_file(self, file: Path, problems: list[str]) -> bool:
         try:
             entries = read_header(file)
         except CheckpointError as error:
             problems.extend(error.problems)
-            return
+            return False
         for entry in entries:
             other = self.entries.setdefault(entry.name, entry)
             if other is not entry:
@@ -130,6 +129,7 @@ class CheckpointReader:
                     f"tensor {entry.name} is in both {other.file.name} and {file.name}; each may be stored once; "
                     f"remove the stale file from {self.folder}"
                 )
+        return True
 
     def __contains__(self, name: str) -> bool:
         return name in self.entries
@@ -323,11 +323,11 @@ def _missing_numbers(folder: Path, names: list[str]) -> list[str]:
 def _check_index(
     weight_map: dict[str, str],
     entries: dict[str, TensorEntry],
-    present: set[str],
+    whole_files: set[str],
     problems: list[str],
 ) -> None:
     for name, file in weight_map.items():
-        if file not in present:
+        if file not in whole_files:
             continue  # reported with its file
         if name not in entries:
             problems.append(

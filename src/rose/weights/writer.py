@@ -11,6 +11,8 @@ import math
 import os
 import struct
 import zlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -67,9 +69,10 @@ class ShardWriter:
         self._written = {spec.name: 0 for spec in shard.tensors}
         self._sizes = {spec.name: spec.num_bytes for spec in shard.tensors}
         self.crcs = {spec.name: 0 for spec in shard.tensors}
-        self._file = self._partial.open("wb")
+        with self._answered():
+            self._file = self._partial.open("wb", buffering=0)
+            self._file.truncate(end)
         self._write_at(0, header)
-        self._file.truncate(end)
 
     def append(self, name: str, values: Tensor) -> None:
         """Write the next elements of a tensor."""
@@ -84,20 +87,19 @@ class ShardWriter:
         """Flush to the disk and give the file its name."""
         short = [n for n, size in self._sizes.items() if self._written[n] != size]
         assert not short, f"not all data was given: {short}"
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._partial.replace(self._path)
+        with self._answered():
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._partial.replace(self._path)
 
     def _write_at(self, offset: int, data: bytes | memoryview) -> None:
-        try:
-            self._file.seek(offset)
-            self._file.write(data)
-        except OSError as error:
-            raise CheckpointError(
-                f"{self._partial} could not be written ({error.strerror}); what is finished is kept; free space "
-                "or permissions are needed; then run the same command again, it goes on from there"
-            ) from None
+        view, done = memoryview(data), 0
+        with self._answered():
+            while done < len(view):
+                done += os.pwrite(self._file.fileno(), view[done:], offset + done)
+
+    def _answered(self) -> AbstractContextManager[None]:
+        return _disk_errors_answered(self._partial)
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -131,6 +133,17 @@ def _header(shard: Shard) -> tuple[bytes, dict[str, int], int]:
     return struct.pack("<Q", len(text)) + text, {n: base + o for n, o in offsets.items()}, base + at
 
 
+@contextmanager
+def _disk_errors_answered(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} could not be written ({error.strerror}); what is finished is kept; free space and permission "
+            "to write are needed; then run the same command again"
+        ) from None
+
+
 def crc_of(path: Path, offset: int, num_bytes: int) -> int:
     """Return the CRC of a range of a file."""
     crc = 0
@@ -148,8 +161,9 @@ def crc_of(path: Path, offset: int, num_bytes: int) -> int:
 def write_json(path: Path, value: object) -> None:
     """Write a JSON file under a passing name and rename it, so that it is never half there."""
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
-    partial.write_text(json.dumps(value, indent=2) + "\n")
-    partial.replace(path)
+    with _disk_errors_answered(partial):
+        partial.write_text(json.dumps(value, indent=2) + "\n")
+        partial.replace(path)
 
 
 def write_index(folder: Path, shards: list[Shard]) -> None:
