@@ -30,12 +30,15 @@ class Announcer:
     def __call__(self, kind: str, text: str) -> None:
         """Show one state."""
         line = f"{WORDS[kind]} {text}"
-        if self._spinner is not None and kind == "loading":
-            self._spinner.update(line)
+        if kind == "loading":
+            # Without a terminal the engine's own log lines say the same.
+            if self._spinner is not None:
+                self._spinner.update(line)
             return
         if kind in ("ready", "stopping", "failed"):
             self.close()
-        click.echo(line, err=True)
+        for each in line.splitlines():
+            click.echo(each, err=True)
 
     def close(self) -> None:
         """Take the moving line away."""

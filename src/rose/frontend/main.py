@@ -26,6 +26,8 @@ EXIT_OK = 0
 EXIT_ENGINE_DIED = 1
 POLL_SECONDS = 0.05
 """How often the engine's state is looked at while it loads."""
+FAILED_PREFIX = "failed: "
+"""How an engine that could not start begins the last `detail` of its status."""
 CLOSING_SECONDS = 2.0
 """What uvicorn gets beyond shutdown_timeout_s to write the last events."""
 
@@ -99,7 +101,7 @@ class Frontend:
         shown = ""
         while not client.is_ready:
             detail = client.status.detail if client.status else ""
-            if detail and detail != shown:
+            if detail and detail != shown and not detail.startswith(FAILED_PREFIX):
                 shown = detail
                 self._announce("loading", detail)
             await asyncio.sleep(POLL_SECONDS)
@@ -119,6 +121,9 @@ class Frontend:
             return
         self._exit_code = EXIT_ENGINE_DIED
         was_ready = client.is_ready
+        detail = client.status.detail if client.status else ""
+        if not was_ready and detail.startswith(FAILED_PREFIX):
+            reason = detail.removeprefix(FAILED_PREFIX)
         client.mark_dead(reason)
         self._announce("failed", reason)
         if was_ready:
@@ -134,7 +139,7 @@ class Frontend:
             if server.should_exit:
                 server.force_exit = True
                 return
-            self._announce("stopping", f"{client.num_open} answers are finishing")
+            self._announce("stopping", f"waiting for {client.num_open} answers")
             server.should_exit = True
             loop.call_later(
                 self._config.shutdown_timeout_s, client.fail_open, "the server is shutting down"
