@@ -1,10 +1,12 @@
 """Tokenizers: exact ids, text that never becomes control tokens, byte-exact decoding, errors for people."""
 
 import gzip
+import importlib.util
 import json
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -52,22 +54,20 @@ def test_o200k_control_tokens_have_the_published_ids(o200k):
     assert o200k.vocab_size == 201088
 
 
-def test_o200k_agrees_with_the_published_encoder_on_random_text(o200k, oracle):
+def _random_texts(number):
     draw = random.Random(7)
-    pools = [  # letters, scripts, joined emoji, markup, odd spaces
-        "abc dEF'S 019\n\r\t ",
-        "日本語のテスト한국어",
-        "éàüñßøЖдл",
-        "😀👩‍👩‍👧🇳🇴",
-        "{}[]()<|>=\"':/\\",
-        " \u00a0\u2003\u200d",
-    ]
-    for _ in range(2000):
+    pools = ["abc dEF'S 019\n\r\t ", "日本語のテスト한국어", "éàüñßøЖдл", "😀👩‍👩‍👧🇳🇴"]
+    pools += ["{}[]()<|>=\"':/\\", " \u00a0\u2003\u200d"]
+    for _ in range(number):
         pool = "".join(draw.sample(pools, draw.randint(1, 3)))
-        text = "".join(
+        yield "".join(
             draw.choice(pool) if draw.random() < 0.9 else chr(draw.randrange(0x20, 0xD800))
             for _ in range(draw.randint(0, 60))
         )
+
+
+def test_o200k_agrees_with_the_published_encoder_on_random_text(o200k, oracle):
+    for text in _random_texts(2000):
         assert o200k.encode(text) == oracle.encode(text, disallowed_special=()), repr(text)
 
 
@@ -166,13 +166,16 @@ def test_a_changed_vocabulary_is_refused(tmp_path, packed):
         o200k_module.read_table(tmp_path / "table.gz")
 
 
+WORD_LEVEL = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
         (lambda spec: "{", "cannot be read"),
-        (lambda spec: "[]", "JSON object"),
+        (lambda spec: "[]", "cannot be read"),
         (lambda spec: json.dumps(spec | {"decoder": None}), "ByteLevel"),
-        (lambda spec: json.dumps(spec | {"model": {"type": "WordPiece"}}), "WordPiece"),
+        (lambda spec: json.dumps(spec | {"model": WORD_LEVEL}), "WordLevel"),
         (lambda spec: json.dumps(_without_byte(spec)), "0x21"),
     ],
 )
@@ -188,6 +191,35 @@ def _without_byte(spec):
     return spec | {"model": spec["model"] | {"vocab": vocab, "merges": []}}
 
 
+@pytest.mark.parametrize("is_reached_by", ["added tokens not marked special", "whole pieces"])
+def test_carelessly_listed_control_tokens_are_not_reached_either(
+    small_folder, tmp_path, is_reached_by
+):
+    spec = json.loads((small_folder / "tokenizer.json").read_text())
+    if is_reached_by == "whole pieces":
+        spec["model"]["ignore_merges"] = True
+        spec["pre_tokenizer"]["use_regex"] = False
+    else:
+        spec["added_tokens"] = [t | {"special": False} for t in spec["added_tokens"]]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    tokenizer = load_tokenizer(tmp_path)
+    assert not any(tokenizer.control_name(i) for i in tokenizer.encode("<|end|>"))
+    assert decode(tokenizer, tokenizer.encode("<|end|>")) == "<|end|>"
+    assert tokenizer.control_id("<|end|>") == load_tokenizer(small_folder).control_id("<|end|>")
+
+
+def test_words_added_as_ordinary_tokens_stay_text(small_folder, tmp_path):
+    spec = json.loads((small_folder / "tokenizer.json").read_text())
+    word_id = load_tokenizer(small_folder).vocab_size
+    word = {"id": word_id, "content": "grüße", "special": False}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    spec["added_tokens"].append(word | flags)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    tokenizer = load_tokenizer(tmp_path)
+    assert word_id in tokenizer.encode("viele grüße!")
+    assert decode(tokenizer, tokenizer.encode("viele grüße!")) == "viele grüße!"
+
+
 def test_loading_o200k_is_quick_and_brings_no_torch():
     code = (
         "import sys, time; t = time.perf_counter(); from rose.frontend.tokenizer import load_tokenizer; "
@@ -198,3 +230,38 @@ def test_loading_o200k_is_quick_and_brings_no_torch():
     assert (
         float(done.stdout) < 5
     )  # about 0.3 s alone; loaded machines get room, a build from merges takes 12 s
+
+
+@pytest.mark.slow
+def test_a_folder_with_the_published_tokenizer_equals_the_offline_one(o200k, tmp_path):
+    converter = pytest.importorskip("transformers.convert_slow_tokenizer", reason="no transformers")
+    package = importlib.util.find_spec("bpe_openai").submodule_search_locations[0]
+    table = gzip.decompress((Path(package) / o200k_module.TABLE_FILE).read_bytes())
+    (tmp_path / "table.tiktoken").write_bytes(table)
+    names = sorted(o200k_module.control_tokens().items(), key=lambda item: item[1])
+    built = converter.TikTokenConverter(
+        vocab_file=str(tmp_path / "table.tiktoken"),
+        pattern=PATTERN,
+        extra_special_tokens=[name for name, _ in names if name != "<|endofprompt|>"],
+    ).converted()
+    built.save(str(tmp_path / "tokenizer.json"))
+    folder = load_tokenizer(tmp_path)
+    assert folder.vocab_size == o200k.vocab_size
+    assert all(folder.token_bytes(i) == o200k.token_bytes(i) for i in range(201090))
+    for text in _random_texts(1000):
+        assert folder.encode(text) == o200k.encode(text), repr(text)
+
+
+UPPER, LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+TAIL = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+PATTERN = "|".join(
+    [
+        rf"[^\r\n\p{{L}}\p{{N}}]?[{UPPER}]*[{LOWER}]+{TAIL}",
+        rf"[^\r\n\p{{L}}\p{{N}}]?[{UPPER}]+[{LOWER}]*{TAIL}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)

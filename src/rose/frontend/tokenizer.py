@@ -10,7 +10,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -61,6 +61,11 @@ class ControlNames:
         longest_first = sorted(ids, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if ids else None
 
+    @property
+    def names(self) -> Collection[str]:
+        """Return every name."""
+        return self._ids.keys()
+
     def id_of(self, name: str) -> int:
         """Return the id of a name; raises CheckpointError when there is none."""
         if name not in self._ids:
@@ -86,23 +91,19 @@ class ControlNames:
 
 
 class FolderTokenizer:
-    """A byte-level BPE tokenizer read from `tokenizer.json`.
-
-    The control tokens are taken out of the encoder altogether, so that no text can reach them.
-    """
+    """A byte-level BPE tokenizer read from `tokenizer.json`; no text can reach its control tokens."""
 
     def __init__(self, path: Path) -> None:
-        import tokenizers  # here, so that folders without tokenizer.json do without the library
-
         self.name = str(path)
-        spec = _read_spec(path)
-        control, self._bytes = _take_out_control(spec)
+        encoder = _read_encoder(path)
+        control, self._added = _added_tokens(encoder)
         self._control = ControlNames(control, source=str(path))
-        _check_bytes_complete(spec, path)
-        self.vocab_size = max([*control.values(), *self._bytes]) + 1
-        self._encoder = tokenizers.Tokenizer.from_str(json.dumps(spec))
-        self._encoder.no_truncation()
-        self._encoder.no_padding()
+        self.vocab_size = max(encoder.get_vocab().values()) + 1
+        self._token_of = encoder.id_to_token
+        self._encoder = _without_control(encoder, self._control)
+        self._bytes: dict[
+            int, bytes
+        ] = {}  # filled as tokens are met; a whole table would take a second
 
     def encode(self, text: str) -> list[int]:
         """Encode text as ordinary tokens."""
@@ -110,8 +111,21 @@ class FolderTokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token, of a control token its name."""
-        name = self._control.name_of(token_id)
-        return name.encode() if name else self._bytes.get(token_id, _UNKNOWN_ID_BYTES)
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._find_bytes(token_id)
+            if 0 <= token_id < self.vocab_size:
+                self._bytes[token_id] = found
+        return found
+
+    def _find_bytes(self, token_id: int) -> bytes:
+        name = self._control.name_of(token_id) or self._added.get(token_id)
+        if name is not None:
+            return name.encode()
+        text = self._token_of(token_id) if 0 <= token_id < self.vocab_size else None
+        if text is None or not _BYTE_OF.keys() >= set(text):
+            return _UNKNOWN_ID_BYTES
+        return bytes(map(_BYTE_OF.__getitem__, text))
 
     def control_id(self, name: str) -> int:
         """Return the id of a control token."""
@@ -181,57 +195,68 @@ def encode_pieces(tokenizer: Tokenizer, pieces: Iterable[tuple[str, int | None]]
     return token_ids
 
 
-def _read_spec(path: Path) -> dict[str, Any]:
+def _read_encoder(path: Path) -> Any:
+    import tokenizers  # here, so that folders without tokenizer.json do without the library
+
     try:
-        spec = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+        encoder = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
         raise CheckpointError(
             f"tokenizer {path} cannot be read: {error}; copy the file anew"
         ) from None
-    model = spec.get("model") if isinstance(spec, dict) else None
-    found = model.get("type") if isinstance(model, dict) else None
-    if found != "BPE" or "ByteLevel" not in json.dumps(spec.get("decoder")):
+    decoder = encoder.decoder.__getstate__().decode() if encoder.decoder is not None else "none"
+    model = type(encoder.model).__name__
+    if model != "BPE" or "ByteLevel" not in decoder:
         raise CheckpointError(
-            f"tokenizer {path}: model {found}, decoder {json.dumps(spec.get('decoder'))[:80]}; "
-            "allowed: BPE with a ByteLevel decoder, as gpt-oss has; use the tokenizer.json of the model"
-            if isinstance(spec, dict)
-            else f"tokenizer {path} holds no JSON object; copy the file anew"
+            f"tokenizer {path}: model {model}, decoder {decoder[:80]}; allowed: BPE with a ByteLevel "
+            "decoder, as gpt-oss has; use the tokenizer.json of the model"
         )
-    return spec
+    missing = [byte for char, byte in _BYTE_OF.items() if encoder.token_to_id(char) is None]
+    if missing:
+        raise CheckpointError(
+            f"tokenizer {path} has no token for {len(missing)} of the 256 bytes (first: {missing[0]:#04x}), "
+            "so some text would vanish; train it with the whole byte alphabet"
+        )
+    encoder.no_truncation()
+    encoder.no_padding()
+    return encoder
 
 
-def _take_out_control(spec: dict[str, Any]) -> tuple[dict[str, int], dict[int, bytes]]:
-    """Remove the control tokens from a tokenizer.json; return them and the bytes of every other token."""
-    added: list[dict[str, Any]] = spec.get("added_tokens") or []
-    is_control = [bool(t.get("special")) or _looks_like_control(t["content"]) for t in added]
+def _added_tokens(encoder: Any) -> tuple[dict[str, int], dict[int, str]]:
+    """Return the control tokens by name, and the words that were added as ordinary tokens by id."""
+    added = encoder.get_added_tokens_decoder()
     control = {
-        t["content"]: t["id"] for t, control in zip(added, is_control, strict=True) if control
+        t.content: i for i, t in added.items() if t.special or _looks_like_control(t.content)
     }
-    spec["added_tokens"] = [t for t, control in zip(added, is_control, strict=True) if not control]
-    spec["post_processor"] = None  # it may name control tokens, and formatters add their own
-    vocab: dict[str, int] = spec["model"]["vocab"]
-    for name in control:
-        vocab.pop(name, None)
-    token_bytes = {
-        token_id: bytes(map(_BYTE_OF.__getitem__, text))
-        for text, token_id in vocab.items()
-        if _BYTE_OF.keys() >= set(text)
-    }
-    token_bytes |= {t["id"]: t["content"].encode() for t in spec["added_tokens"]}
-    return control, token_bytes
+    ordinary = {i: t.content for i, t in added.items() if t.content not in control}
+    return control, ordinary
 
 
 def _looks_like_control(text: str) -> bool:
     return text.startswith("<|") and text.endswith("|>")
 
 
-def _check_bytes_complete(spec: dict[str, Any], path: Path) -> None:
-    missing = [byte for char, byte in _BYTE_OF.items() if char not in spec["model"]["vocab"]]
-    if missing:
-        raise CheckpointError(
-            f"tokenizer {path} has no token for {len(missing)} of the 256 bytes (first: {missing[0]:#04x}), "
-            "so some text would vanish; train it with the whole byte alphabet"
-        )
+def _without_control(encoder: Any, control: ControlNames) -> Any:
+    """Return an encoder whose output holds no control token, whatever the text."""
+    encoder.encode_special_tokens = True
+    probe = "\n".join(control.names)
+    texts = [*control.names, probe]
+    encoded = encoder.encode_batch(texts, add_special_tokens=False)
+    if not any(control.name_of(i) for line in encoded for i in line.ids):
+        return encoder
+    # Control tokens that are not marked special, or that the merges reach: rebuild without them (slow, rare).
+    import tokenizers
+
+    spec = json.loads(encoder.to_str())
+    spec["post_processor"] = None  # it may name what is taken out
+    spec["added_tokens"] = [t for t in spec["added_tokens"] if t["content"] not in control.names]
+    for name in control.names:
+        spec["model"]["vocab"].pop(name, None)
+    merges = spec["model"]["merges"]
+    spec["model"]["merges"] = [
+        m for m in merges if "".join(m).replace(" ", "") not in control.names
+    ]
+    return tokenizers.Tokenizer.from_str(json.dumps(spec))
 
 
 def _byte_alphabet() -> dict[str, int]:

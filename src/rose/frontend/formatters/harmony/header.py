@@ -136,7 +136,9 @@ def is_recognised(sections: Sequence[Section], *, is_explicit: bool) -> bool:
 def _has_role(sections: Sequence[Section]) -> bool:
     first = (_words(sections[0][1]) or [""])[0]
     role = first.partition(":")[0]
-    return role in _ROLES or "to=assistant" in sections[0][1]  # the latter: a tool, under its own name
+    return (
+        role in _ROLES or "to=assistant" in sections[0][1]
+    )  # the latter: a tool, under its own name
 
 
 def _words(text: str) -> list[str]:
