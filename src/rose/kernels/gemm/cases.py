@@ -65,6 +65,13 @@ def _timed() -> list[Case]:
     return cases
 
 
+BF16_TO_FLOAT32 = Tolerance(
+    relative=1e-5,
+    absolute=2e-5,
+    reason="tensor cores cut the low bits of each float32 addition instead of rounding: K / 16 = 180 additions "
+    "lose up to 2^-23 each in one direction; cuBLAS measured 3.1e-6 on an H200",
+)
+
 CASES = [
     *_timed(),
     *(_case(f"rows_{t}", t, SMALL, activation="float32", weight="float32") for t in (1, 2, 17)),
@@ -118,7 +125,7 @@ def inputs(case: Case, seed: int, device: str) -> dict[str, Any]:
 def tolerance(case: Case) -> Tolerance:
     """One rounding on the way out, none of logits."""
     if case.options["out"] != "bf16":
-        return FLOAT32
+        return FLOAT32 if case.formats["activation"] != "bf16" else BF16_TO_FLOAT32
     if case.options["residual"] is None and not case.options["bias"]:
         return BF16_OUT
     return Tolerance(
