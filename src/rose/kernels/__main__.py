@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from rose.kernels import registry
@@ -29,9 +30,12 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m rose.kerne
         action="store_true",
         help="check: run Triton kernels on CPU tensors in Triton's interpreter",
     )
+    parser.add_argument(
+        "--few", type=int, metavar="N", help="check: at most N cases of each implementation"
+    )
     parser.add_argument("--seed", type=int, default=0, help="check: seed of the random inputs")
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="bench: append JSON lines to FILE"
+        "--json", type=Path, metavar="FILE", help="check, bench: append JSON lines to FILE"
     )
     arguments = parser.parse_args(argv)
     try:
@@ -72,8 +76,12 @@ def _check(arguments: argparse.Namespace) -> int:
         case_name=arguments.case,
         seed=arguments.seed,
         interpret=arguments.interpret,
+        few=arguments.few,
     ):
         counts[outcome.status] += 1
+        if arguments.json:
+            with arguments.json.open("a") as file:
+                file.write(json.dumps(asdict(outcome)) + "\n")
         if outcome.status != "skipped":
             _say(
                 f"{outcome.status:7} {outcome.operation}/{outcome.implementation} "

@@ -189,6 +189,13 @@ def check_case(
     return Outcome(**names, status=status, detail="; ".join(problems))
 
 
+def _spread(cases: list[Case], most: int) -> list[Case]:
+    """Keep at most so many cases, the first and the last among them."""
+    if len(cases) <= most:
+        return cases
+    return [cases[i * (len(cases) - 1) // (most - 1)] for i in range(most)]
+
+
 def check_all(
     device: DeviceFacts,
     *,
@@ -197,16 +204,26 @@ def check_all(
     case_name: str | None = None,
     seed: int = 0,
     interpret: bool = False,
+    few: int | None = None,
 ) -> Iterator[Outcome]:
-    """Check every implementation over every case, one outcome at a time."""
+    """Check every implementation over every case, one outcome at a time.
+
+    `few`: at most so many of the cases that an implementation can take, spread over all of them.
+    """
     for name in operations or registry.operation_names():
         operation = registry.load(name)
         for implementation in registry.implementations(name):
             if implementation.name == "reference" or only not in (None, implementation.name):
                 continue
-            for case in cases_module(name).CASES:
-                if case_name not in (None, case.name):
-                    continue
+            cases = [c for c in cases_module(name).CASES if case_name in (None, c.name)]
+            if few is not None:
+                runnable = [
+                    c
+                    for c in cases
+                    if is_runnable(implementation, c, device, interpret=interpret) is None
+                ]
+                cases = _spread(runnable, few)
+            for case in cases:
                 try:
                     yield check_case(
                         operation, implementation, case, device, seed, interpret=interpret

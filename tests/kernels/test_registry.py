@@ -1,0 +1,228 @@
+"""What is registered, what is bound where, and what is said when nothing can be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from rose.kernels import registry
+from rose.kernels.formats import plain
+from rose.kernels.registry import REGIMES, Band, Implementation, Operation, Regime
+from rose.kernels.weights import LinearWeights
+from rose.utils.device import CPU, DeviceFacts
+from rose.utils.errors import ContractError
+
+H200 = DeviceFacts(kind="cuda", name="H200", capability=(9, 0))
+
+
+def scale(x_TD: Tensor, *, weights: LinearWeights | None, out_TD: Tensor) -> None:
+    """Copy x, times two."""
+
+
+def noop(x_TD: Tensor, *, weights: LinearWeights | None, out_TD: Tensor) -> None:
+    """Do nothing."""
+
+
+@pytest.fixture
+def operation(monkeypatch) -> Operation:
+    """An operation of our own in an empty registry."""
+    operation = Operation(
+        name="scale",
+        signature=scale,
+        sizes=("D",),
+        outputs=("out_TD",),
+        formats=("activation",),
+        validate=lambda _formats, sizes: [] if sizes["D"] % 2 == 0 else [f"D {sizes['D']} is odd"],
+    )
+    monkeypatch.setattr(registry, "_operations", {"scale": operation})
+    monkeypatch.setattr(registry, "_implementations", {})
+    monkeypatch.setattr(registry, "_absent", {"scale": []})
+    return operation
+
+
+def add(name: str, band: Band, **details: object) -> Implementation:
+    function = details.pop("function", noop)
+    return registry.register(
+        Implementation(operation="scale", name=name, function=function, band=band, **details)
+    )
+
+
+def bind(**changes: object) -> registry.BoundOperation:
+    options = {"formats": {"activation": "bf16"}, "sizes": {"D": 4}} | changes
+    return registry.bind("scale", **options)
+
+
+def names(bound: registry.BoundOperation) -> dict[str, str]:
+    return {str(regime): i.name for regime, i in bound.table.items()}
+
+
+def test_the_highest_band_that_may_run_is_bound_per_regime(operation):
+    add("slow", Band.PORTABLE)
+    add("decode", Band.TUNED, phases=frozenset({"decode"}))
+    add("few_rows", Band.SPECIALISED, phases=frozenset({"decode"}), rows=(1, 16))
+    add("fast", Band.SPECIALISED, device="cuda")
+    assert set(names(bind()).values()) == {"slow", "decode", "few_rows"}
+    assert names(bind())["decode 1..16"] == "few_rows"
+    assert names(bind())["decode 17..64"] == "decode"
+    assert set(names(bind(device=H200)).values()) == {"fast"}  # of equal bands the first by name
+
+
+def test_select_is_a_lookup_by_phase_and_rows(operation):
+    calls = []
+
+    def few(x_TD: Tensor, *, weights: LinearWeights | None, out_TD: Tensor) -> None:
+        calls.append("few")
+
+    def many(x_TD: Tensor, *, weights: LinearWeights | None, out_TD: Tensor) -> None:
+        calls.append("many")
+
+    add("many", Band.PORTABLE, function=many)
+    add("few", Band.TUNED, function=few, phases=frozenset({"decode"}), rows=(1, 16))
+    bound, x = bind(), torch.zeros(1, 4)
+    for phase, rows in (("decode", 16), ("decode", 17), ("prefill", 1), ("decode", 100_000)):
+        bound.select(phase, rows)(x, weights=None, out_TD=x)
+    assert calls == ["few", "many", "many", "many"]
+
+
+def test_every_refusal_is_told_when_nothing_can_run(operation):
+    add("cuda_only", Band.PORTABLE, device="cuda")
+    add("new_only", Band.PORTABLE, device="cuda", min_capability=(10, 0))
+    add("wide_only", Band.PORTABLE, formats={"activation": frozenset({"float32"})})
+    add("narrow", Band.PORTABLE, limits=lambda sizes: f"D {sizes['D']}; takes 2")
+    with pytest.raises(ContractError) as error:
+        bind()
+    assert str(error.value) == (
+        "scale (decode 1..16): nothing can run; cuda_only: needs cuda; narrow: D 4; takes 2; "
+        "new_only: needs cuda; wide_only: activation is bf16, takes float32"
+    )
+    with pytest.raises(ContractError, match=r"new_only: capability \(9, 0\) outside \(10, 0\)"):
+        bind(device=H200, only={"scale": "new_only"})
+
+
+def test_sizes_are_checked_before_any_implementation(operation):
+    add("any", Band.PORTABLE)
+    with pytest.raises(ContractError, match="scale: D 3 is odd"):
+        bind(sizes={"D": 3})
+    with pytest.raises((ContractError, KeyError)):
+        bind(sizes={})
+
+
+def test_an_implementation_can_be_forced_and_unknown_ones_are_errors(operation):
+    add("slow", Band.PORTABLE)
+    add("fast", Band.TUNED)
+    assert set(names(bind(only={"scale": "slow"})).values()) == {"slow"}
+    assert set(names(bind(only={"other": "slow"})).values()) == {"fast"}
+    with pytest.raises(
+        ContractError, match="implementation 'quick' is not known; known: fast, slow"
+    ):
+        bind(only={"scale": "quick"})
+
+
+def test_parameters_must_be_those_of_the_contract(operation):
+    def other(x_TD: Tensor, *, out_TD: Tensor) -> None:
+        """Lack the weights."""
+
+    with pytest.raises(ContractError, match=r"takes \(x_TD, out_TD\); the contract says \(x_TD, w"):
+        add("other", Band.PORTABLE, function=other)
+    add("once", Band.PORTABLE)
+    with pytest.raises(ContractError, match="registered twice"):
+        add("once", Band.PORTABLE)
+
+
+def test_prepare_runs_once_per_layout_and_counts_what_is_held(operation):
+    calls, seen = [], []
+
+    def prepare(weights: LinearWeights) -> LinearWeights:
+        calls.append(weights)
+        return LinearWeights(matrix=plain(weights.matrix.values.T.contiguous()))
+
+    def use(x_TD: Tensor, *, weights: LinearWeights | None, out_TD: Tensor) -> None:
+        seen.append(weights)
+
+    add("relaid", Band.TUNED, prepare=prepare, function=use, phases=frozenset({"decode"}))
+    add("as_is", Band.PORTABLE, function=use)
+    weights = LinearWeights(matrix=plain(torch.zeros(2, 3)))
+    bound = bind()
+    assert (
+        bound.prepare(weights) == 2 * 24
+    )  # one copy for three decode regimes, the original for prefill
+    assert calls == [weights]
+    x = torch.zeros(1, 4)
+    bound.select("decode", 1)(x, out_TD=x)
+    bound.select("prefill", 1)(x, out_TD=x)
+    assert seen[0].matrix.shape == (3, 2)
+    assert seen[1] is weights
+
+
+def test_explain_says_why_for_each_regime_and_implementation(operation):
+    add("slow", Band.PORTABLE)
+    add("fast", Band.TUNED, phases=frozenset({"decode"}))
+    lines = registry.explain("scale", formats={"activation": "bf16"}, sizes={"D": 4})
+    assert len(lines) == 2 * len(REGIMES)
+    assert ("decode 1..16", "fast", "bound (tuned)") in lines
+    assert ("decode 1..16", "slow", "lower band than the bound one (portable)") in lines
+    prefill = str(REGIMES[-1])
+    assert (prefill, "fast", "only for decode") in lines
+    assert (prefill, "slow", "bound (portable)") in lines
+
+
+def test_a_toolchain_that_is_not_installed_is_explained(monkeypatch):
+    find_spec = registry.importlib.util.find_spec
+    monkeypatch.setattr(
+        registry.importlib.util, "find_spec", lambda n: None if n == "triton" else find_spec(n)
+    )
+    for table in ("_operations", "_implementations", "_absent"):
+        monkeypatch.setattr(registry, table, {})
+    registry.load("rope_kv_write")
+    assert all(i.toolchain != "triton" for i in registry.implementations("rope_kv_write"))
+    sizes = {"H": 4, "G": 2, "D": 64, "L": 16}
+    lines = registry.explain("rope_kv_write", formats={"activation": "bf16"}, sizes=sizes)
+    assert any(why == "triton is not installed" for _, _, why in lines)
+
+
+def test_unknown_operations_are_errors_that_name_the_known():
+    with pytest.raises(ContractError, match=r"'rms_nrom' is not known; known: .*rms_norm"):
+        registry.load("rms_nrom")
+
+
+def test_calls_are_held_against_the_letters_of_the_contract(operation):
+    add("any", Band.PORTABLE)
+    call = bind(check_calls=True).select("decode", 2)
+    call(torch.zeros(2, 4), weights=None, out_TD=torch.zeros(2, 4))
+    with pytest.raises(ContractError, match="T is 2 in x_TD, but 3 in out_TD"):
+        call(torch.zeros(2, 4), weights=None, out_TD=torch.zeros(3, 4))
+    with pytest.raises(ContractError, match=r"out_TD has shape \[2\], needs 2 axes"):
+        call(torch.zeros(2, 4), weights=None, out_TD=torch.zeros(2))
+
+
+def test_a_trailing_one_means_one_more():
+    arguments = {"query_starts_S1": torch.zeros(4), "lengths_S": torch.zeros(3)}
+    operation = registry.load("attention_prefill")
+    assert registry.call_problems(operation, arguments) == []
+    arguments["lengths_S"] = torch.zeros(4)
+    assert registry.call_problems(operation, arguments) == [
+        "S is 3 in query_starts_S1, but 4 in lengths_S"
+    ]
+
+
+def test_regimes_cover_every_number_of_rows_of_both_phases():
+    for phase in ("decode", "prefill"):
+        for rows in (1, 16, 17, 64, 65, 512, 513, 1 << 20):
+            implementation = Implementation(
+                operation="scale", name="any", function=noop, band=Band.PORTABLE
+            )
+            bound = registry.BoundOperation(
+                registry.load("rms_norm"), dict.fromkeys(REGIMES, implementation)
+            )
+            assert bound.select(phase, rows) is noop
+    assert str(Regime("decode", 1, 16)) == "decode 1..16"
+
+
+def test_a_real_binding_on_a_cpu_takes_only_what_runs_there():
+    sizes = {"H": 64, "G": 8, "D": 64, "L": 64}
+    formats = {"activation": "float32", "kv": "float32"}
+    bound = registry.bind("attention_prefill", formats=formats, sizes=sizes, device=CPU)
+    assert {i.name for i in bound.table.values()} == {"torch"}
+    with pytest.raises(ContractError, match="64 query heads are no multiple of 7 kv heads"):
+        registry.bind("attention_prefill", formats=formats, sizes={**sizes, "G": 7})
