@@ -70,7 +70,8 @@ class World:
             flight = self.scheduler.flights.popleft()
             tokens = {slot: [self.token(flight, i)] for i, slot in enumerate(flight.slots)}
             result = StepResult(step=flight.step, token_ids=tokens)
-            self.events += commit(self.scheduler, flight, result)
+            events, _ = commit(self.scheduler, flight, result)
+            self.events += events
         self.check_pages()
         return plan
 

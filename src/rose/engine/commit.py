@@ -8,26 +8,31 @@ from rose.protocol.event import FinishedEvent, FinishReason, FromEngine, TokensE
 from rose.runtime.plan import StepResult
 
 
-def commit(scheduler: Scheduler, flight: Flight, result: StepResult) -> list[FromEngine]:
+def commit(
+    scheduler: Scheduler, flight: Flight, result: StepResult
+) -> tuple[list[FromEngine], list[str]]:
     """Append the tokens of a step and end the sequences that are done.
 
     A sequence that ended while the step was in flight (stop token one step before, abort) is skipped: its
     token is the one that overlapping gives away.
 
-    Returns  events in the order of the step, a FinishedEvent right after the last tokens of its request
+    Returns  events in the order of the step, a FinishedEvent right after the last tokens of its request;
+             and the ids of the requests that ended
     """
     assert flight.step == result.step, f"step {result.step} is committed in place of {flight.step}"
     events: list[FromEngine] = []
-    tokens_of = result.token_ids
+    ended: list[str] = []
+    tokens_of, is_over = result.token_ids, SequenceState.FINISHED
     for slot, sequence in zip(flight.slots, flight.sequences, strict=True):
-        if sequence.state is SequenceState.FINISHED:
+        if sequence.state is is_over:
             continue
         taken, reason = sequence.append(tokens_of[slot])
         events.append(TokensEvent(request_id=sequence.request_id, token_ids=taken))
         if reason is not None:
             scheduler.finish(sequence)
+            ended.append(sequence.request_id)
             events.append(finished(sequence, reason))
-    return events
+    return events, ended
 
 
 def finished(sequence: Sequence, reason: FinishReason) -> FinishedEvent:

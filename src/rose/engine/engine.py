@@ -235,12 +235,10 @@ class LLMEngine:
         return self._commit(self.decoder.collect(self._handles.popleft()))
 
     def _commit(self, result: StepResult) -> list[FromEngine]:
-        events = commit(self.scheduler, self.scheduler.flights.popleft(), result)
-        for event in events:
-            if type(event) is FinishedEvent:
-                del self._sequences[event.request_id]
-            else:
-                self.counters.num_output_tokens += len(event.token_ids)
+        events, ended = commit(self.scheduler, self.scheduler.flights.popleft(), result)
+        for request_id in ended:
+            del self._sequences[request_id]
+        self.counters.num_output_tokens += sum(map(len, result.token_ids.values()))
         return events
 
     def _refusal(self, request: Request) -> ErrorEvent | None:

@@ -15,7 +15,7 @@ class Counters:
     num_prompt_tokens: int = 0
     """Prompt tokens computed, those of preempted sequences again."""
     num_output_tokens: int = 0
-    """Tokens sampled and kept."""
+    """Tokens sampled, the few that overlapping gives away included."""
 
     def count_step(self, plan: StepPlan) -> None:
         """Add a launched step."""

@@ -98,10 +98,11 @@ class Sequence:
         Returns  the tokens taken and why the request ends, or None
         """
         self.num_pending -= 1
-        for i, token in enumerate(token_ids):
-            self.token_ids.append(token)
-            if token in self.stop_ids:
-                return token_ids[: i + 1], "stop"
-            if len(self.token_ids) >= self.max_length:
-                return token_ids[: i + 1], "length"
+        known, stop_ids, max_length = self.token_ids, self.stop_ids, self.max_length
+        for i, token in enumerate(token_ids, start=1):
+            known.append(token)
+            if token in stop_ids:
+                return token_ids[:i], "stop"
+            if len(known) >= max_length:
+                return token_ids[:i], "length"
         return token_ids, None

@@ -16,7 +16,7 @@ ErrorCode = Literal[
 ]
 
 
-class TokensEvent(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
+class TokensEvent(msgspec.Struct, frozen=True, kw_only=True, tag="tokens", gc=False):
     """New tokens of one request; several where a decoder accepts drafts."""
 
     request_id: str
