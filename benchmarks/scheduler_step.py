@@ -12,6 +12,7 @@ import json
 import platform
 import statistics
 import time
+from pathlib import Path
 
 import torch
 
@@ -26,6 +27,7 @@ from rose.models.gpt_oss.config import published
 from rose.protocol.channel import LocalPair
 from rose.protocol.request import Request
 from rose.runtime.inputs import DeviceTables
+from rose.utils.device import CPU
 
 
 class NullDecoder:
@@ -59,7 +61,7 @@ def build(num_sequences: int, num_tokens: int) -> LLMEngine:
         num_slots=num_sequences,
         context_tokens=131072,
         max_step_tokens=config.max_step_tokens,
-        device=torch.device("cpu"),
+        device=CPU,
     )
     limits = EngineLimits(model="null", context_tokens=131072, vocab_size=201088)
     decoder = NullDecoder(tables, num_sequences)
@@ -135,10 +137,8 @@ def main() -> None:
 
 
 def cpu_name() -> str:
-    with open("/proc/cpuinfo") as lines:
-        return next(
-            (x.split(":")[1].strip() for x in lines if x.startswith("model name")), "unknown"
-        )
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), "unknown")
 
 
 if __name__ == "__main__":

@@ -77,6 +77,10 @@ def _ends(name):
     return lambda e: isinstance(e, FinishedEvent | ErrorEvent) and e.request_id == name
 
 
+def _is_tokens(event):
+    return isinstance(event, TokensEvent)
+
+
 def _tokens(events, name):
     mine = [e for e in events if isinstance(e, TokensEvent) and e.request_id == name]
     return [t for e in mine for t in e.token_ids]
@@ -139,15 +143,20 @@ def test_a_stop_ends_running_requests_with_an_abort():
 
 def test_a_failing_step_answers_every_request_and_ends_the_service():
     class Failing(FakeModel):
+        is_failing = False
+
         def forward(self, token_ids_T, context):
-            if self.num_calls == 3:
+            if self.is_failing:
                 raise RuntimeError("device lost")
             return super().forward(token_ids_T, context)
 
     async def run():
-        async with _service(Failing()) as service:
+        model = Failing()
+        async with _service(model) as service:
             for name in ("a", "b"):
-                await service.frontend.send(_request(name, [1], 400))
+                await service.frontend.send(_request(name, [1], 500))
+            await service.events_until(lambda e: _is_tokens(e) and e.request_id == "b")
+            model.is_failing = True
             events = await service.events_until(
                 lambda e: isinstance(e, EngineStatus) and not e.is_ready
             )

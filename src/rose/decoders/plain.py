@@ -66,7 +66,11 @@ class PlainDecoder:
 
     def kernel_table(self) -> list[tuple[str, str, str]]:
         """See Decoder."""
-        return self.model.kernel_table() + self._sampler.kernel_table()
+        return [
+            *self._tables.kernel_table(),
+            *self.model.kernel_table(),
+            *self._sampler.kernel_table(),
+        ]
 
     def _launch_decode(self, plan: StepPlan, filtered: bool) -> Tensor:
         num_rows = len(plan.decode)
@@ -89,10 +93,9 @@ class PlainDecoder:
         return None if logits_SV is None else self._sample(inputs, logits_SV, filtered)
 
     def _sample(self, inputs: StepInputs, logits_SV: Tensor, filtered: bool) -> Tensor:
-        batch = self._tables.sampling.gather(inputs.slots_S)
         tokens_S = self._sampler.sample(
             logits_SV,
-            batch,
+            inputs.sampling,
             inputs.positions_S,
             phase=inputs.context.phase,
             is_filtered=filtered,

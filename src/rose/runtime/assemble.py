@@ -48,13 +48,13 @@ def assemble(
     context_tokens = min(
         config.context_tokens or model.config.context_tokens, model.config.context_tokens
     )
-    torch_device = torch.device(device.kind)
     tables = DeviceTables(
         layout,
         num_slots=config.scheduler.max_sequences,
         context_tokens=context_tokens,
         max_step_tokens=config.scheduler.max_step_tokens,
-        device=torch_device,
+        device=device,
+        only=config.kernels.only,
     )
     runner = ModelRunner(model, tables, [])
     use = MemoryUse()
@@ -70,7 +70,7 @@ def assemble(
         context_tokens=context_tokens,
         is_context_asked=config.context_tokens is not None,
     )
-    runner.kv_pages = allocate_kv(layout, memory.num_pages, torch_device)
+    runner.kv_pages = allocate_kv(layout, memory.num_pages, tables.device)
     return Assembly(config=config, device=device, runner=runner, layout=layout, memory=memory)
 
 

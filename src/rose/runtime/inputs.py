@@ -7,6 +7,7 @@ A step with prompts in it sends all it needs in one copy. Knows neither models n
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,10 +15,12 @@ import torch
 from torch import Tensor
 
 from rose.cache.layout import CacheLayout
+from rose.kernels.registry import bind
 from rose.layers.context import ForwardContext, KindContext
 from rose.runtime.plan import PlanEntry, StepPlan
 from rose.runtime.staging import StagingRing
-from rose.sampling.batch import FLOATS, INTS, SamplingTable, pack
+from rose.sampling.batch import FLOATS, INTS, SamplingBatch, SamplingTable, pack
+from rose.utils.device import DeviceFacts
 from rose.utils.math import ceil_div
 
 _PACKED = INTS + FLOATS
@@ -25,7 +28,7 @@ _PACKED = INTS + FLOATS
 
 @dataclass(slots=True, kw_only=True)
 class StepInputs:
-    """One step as tensors.
+    """One step as tensors; `sampling` has the parameters of the rows that sample.
 
     Shapes   T new tokens, S rows that sample
              token_ids_T int64;  slots_S int64 (the last slot: padding);  positions_S int64: index that the
@@ -37,6 +40,7 @@ class StepInputs:
     slots_S: Tensor
     positions_S: Tensor
     rows_S: Tensor | None
+    sampling: SamplingBatch
 
 
 class DeviceTables:
@@ -53,27 +57,37 @@ class DeviceTables:
         num_slots: int,
         context_tokens: int,
         max_step_tokens: int,
-        device: torch.device,
+        device: DeviceFacts,
+        only: Mapping[str, str] | None = None,
     ) -> None:
         self.layout = layout
-        self.device = device
+        self.device = torch.device(device.kind)
         self.padding_slot = num_slots
         self._page_tokens = layout.page_tokens
         self._kind_index = {k.kind: i for i, k in enumerate(layout.kinds)}
         num_rows, num_kinds = num_slots + 1, len(layout.kinds)
+        self._begin = bind(
+            "decode_begin", formats={}, sizes={"K": num_kinds}, device=device, only=only
+        )
         self._num_columns = ceil_div(context_tokens, layout.page_tokens)
         self.pages_KRP = torch.full(
-            (num_kinds, num_rows, self._num_columns), -1, dtype=torch.int32, device=device
+            (num_kinds, num_rows, self._num_columns), -1, dtype=torch.int32, device=self.device
         )
-        self.lengths_R = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        self.last_tokens_R = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.sampling = SamplingTable(num_rows, device)
+        self.lengths_R = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
+        self.last_tokens_R = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
+        self.sampling = SamplingTable(num_rows, self.device)
         self._kind_strides = [k * num_rows * self._num_columns for k in range(num_kinds)]
         updates = num_kinds * (max_step_tokens // layout.page_tokens + 2 * num_rows)
         capacity = 3 * max_step_tokens + (6 + _PACKED) * num_rows + 2 * updates + 2
-        self._ring = StagingRing(capacity, device)
-        self._received = torch.zeros(capacity, dtype=torch.int64, device=device)
-        self._no_starts = torch.zeros(1, dtype=torch.int32, device=device)
+        self._ring = StagingRing(capacity, self.device)
+        self._received = torch.zeros(
+            (1 + 2 * num_kinds) * num_rows, dtype=torch.int64, device=self.device
+        )
+        self._no_starts = torch.zeros(1, dtype=torch.int32, device=self.device)
+
+    def kernel_table(self) -> list[tuple[str, str, str]]:
+        """Return (operation, regime, implementation) lines, for the start-up table."""
+        return self._begin.rows()
 
     def send_decode(self, plan: StepPlan, num_rows: int) -> None:
         """Enqueue what the device does not know of a decode step: slots and new pages.
@@ -81,43 +95,56 @@ class DeviceTables:
         Units    num_rows: rows of the batch, padding included
         """
         array = self._ring.next_array()
-        num_real = len(plan.decode)
+        num_kinds, num_real = len(self._kind_index), len(plan.decode)
         array[:num_real] = plan.sample_slots
         array[num_real:num_rows] = self.padding_slot
-        num_updates = len(self._kind_strides) * num_rows
-        indices = array[num_rows : num_rows + num_updates]
-        values = array[num_rows + num_updates : num_rows + 2 * num_updates]
-        written = self._write_updates(plan.decode, indices, values)
-        # Unused updates all hit the same cell of the padding slot, with the same value.
-        indices[written:] = self.padding_slot * self._num_columns
-        values[written:] = -1
-        self._ring.send(num_rows + 2 * num_updates, self._received)
+        columns_KS, ids_KS = array[num_rows : (1 + 2 * num_kinds) * num_rows].reshape(
+            2, num_kinds, num_rows
+        )
+        columns_KS.fill(-1)
+        for row, entry in enumerate(plan.decode):
+            if entry.new_pages:
+                for kind, updates in entry.new_pages.items():
+                    # One token needs one page at most.
+                    [(column, page)] = updates
+                    k = self._kind_index[kind]
+                    columns_KS[k, row], ids_KS[k, row] = column, page
+        self._ring.send((1 + 2 * num_kinds) * num_rows, self._received)
 
     def decode_inputs(self, num_rows: int, max_length: int, kv_pages: list[Tensor]) -> StepInputs:
         """Return the inputs of the decode step sent last, from device tables alone; graph-safe.
 
-        Aliasing  advances lengths_R; applies the page updates
+        Aliasing  advances lengths_R; writes the new pages into pages_KRP
         """
-        num_updates = len(self._kind_strides) * num_rows
-        slots_S = self._received[:num_rows]
-        indices = self._received[num_rows : num_rows + num_updates]
-        values = self._received[num_rows + num_updates : num_rows + 2 * num_updates]
-        self.pages_KRP.view(-1).index_copy_(0, indices, values.to(torch.int32))
-        is_real_S = slots_S < self.padding_slot
-        before_S = self.lengths_R.index_select(0, slots_S)
-        lengths_S = (before_S + 1) * is_real_S
-        self.lengths_R.index_copy_(0, slots_S, lengths_S)
-        positions_S = before_S.to(torch.int64)
-        columns_S, offsets_S = positions_S // self._page_tokens, positions_S % self._page_tokens
-        kinds = {}
-        for kind, k in self._kind_index.items():
-            table_SP = self.pages_KRP[k].index_select(0, slots_S)
-            page_S = table_SP.gather(1, columns_S[:, None]).view(-1).to(torch.int64)
-            kv_slots_S = torch.where(is_real_S, page_S * self._page_tokens + offsets_S, -1)
-            width = min(ceil_div(max_length, self._page_tokens), self._num_columns)
-            kinds[kind] = KindContext(
-                page_table_SP=table_SP[:, :width].contiguous(), slots_T=kv_slots_S
-            )
+        num_kinds = len(self._kind_index)
+        width = min(ceil_div(max_length, self._page_tokens), self._num_columns)
+        received = self._received[: (1 + 2 * num_kinds) * num_rows].view(-1, num_rows)
+        device, int32 = self.device, torch.int32
+        ints = torch.empty(4 + num_kinds, num_rows, dtype=torch.int64, device=device)
+        lengths_S, top_k_S = torch.empty(2, num_rows, dtype=int32, device=device)
+        tables_KSW = torch.empty(num_kinds, num_rows, width, dtype=int32, device=device)
+        floats_FS = torch.empty(FLOATS, num_rows, dtype=torch.float32, device=device)
+        token_ids_S, positions_S, next_positions_S, seed_S = ints[:4]
+        self._begin.select("decode", num_rows)(
+            received[0],
+            received[1 : 1 + num_kinds],
+            received[1 + num_kinds :],
+            pages_KRP=self.pages_KRP,
+            lengths_R=self.lengths_R,
+            last_tokens_R=self.last_tokens_R,
+            ints_IR=self.sampling.ints_IR,
+            floats_FR=self.sampling.floats_FR,
+            page_tokens=self._page_tokens,
+            token_ids_S=token_ids_S,
+            positions_S=positions_S,
+            next_positions_S=next_positions_S,
+            lengths_S=lengths_S,
+            tables_KSW=tables_KSW,
+            kv_slots_KS=ints[4:],
+            seed_S=seed_S,
+            top_k_S=top_k_S,
+            floats_FS=floats_FS,
+        )
         context = ForwardContext(
             phase="decode",
             num_tokens=num_rows,
@@ -127,15 +154,19 @@ class DeviceTables:
             positions_T=positions_S,
             lengths_S=lengths_S,
             query_starts_N1=self._no_starts,
-            kinds=kinds,
+            kinds={
+                kind: KindContext(page_table_SP=tables_KSW[k], slots_T=ints[4 + k])
+                for kind, k in self._kind_index.items()
+            },
             kv_pages=kv_pages,
         )
         return StepInputs(
-            token_ids_T=self.last_tokens_R.index_select(0, slots_S),
+            token_ids_T=token_ids_S,
             context=context,
-            slots_S=slots_S,
-            positions_S=lengths_S.to(torch.int64),
+            slots_S=received[0],
+            positions_S=next_positions_S,
             rows_S=None,
+            sampling=SamplingBatch.of(seed_S, top_k_S, floats_FS),
         )
 
     def mixed_inputs(self, plan: StepPlan, kv_pages: list[Tensor]) -> StepInputs:
@@ -176,6 +207,7 @@ class DeviceTables:
             slots_S=parts["sample_slots"],
             positions_S=parts["sample_positions"],
             rows_S=parts["sample_rows"],
+            sampling=self.sampling.gather(parts["sample_slots"]),
         )
 
     def _mixed_kinds(self, parts: dict[str, Tensor], max_length: int) -> dict[str, KindContext]:
@@ -193,9 +225,11 @@ class DeviceTables:
         return kinds
 
     def keep_tokens(self, slots_S: Tensor, tokens_S: Tensor) -> None:
-        """Remember the sampled tokens as inputs of the next step; graph-safe."""
-        # Padding rows may have sampled nonsense, which must never index the embedding.
-        self.last_tokens_R.index_copy_(0, slots_S, tokens_S * (slots_S < self.padding_slot))
+        """Remember the sampled tokens as inputs of the next step; graph-safe.
+
+        Padding rows leave nonsense behind, which `decode_begin` replaces.
+        """
+        self.last_tokens_R.index_copy_(0, slots_S, tokens_S)
 
     def _write_updates(
         self, entries: list[PlanEntry], indices: np.ndarray, values: np.ndarray

@@ -30,36 +30,43 @@ class SamplingBatch:
     min_p_S: Tensor
     seed_S: Tensor
 
+    @classmethod
+    def of(cls, seed_S: Tensor, top_k_S: Tensor, floats_FS: Tensor) -> SamplingBatch:
+        """Name the gathered rows of a SamplingTable."""
+        temperature_S, top_p_S, min_p_S = floats_FS
+        return cls(
+            temperature_S=temperature_S,
+            top_k_S=top_k_S,
+            top_p_S=top_p_S,
+            min_p_S=min_p_S,
+            seed_S=seed_S,
+        )
+
 
 class SamplingTable:
     """Parameters of all slots.
 
-    Shapes   R slots and one row that padding uses;  ints_2R int64;  floats_3R float32
+    Shapes   R slots, the last for padding rows;  I = 2, F = 3
+             ints_IR int64: seed, top_k;  floats_FR float32: temperature, top_p, min_p
     """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
-        self.ints_2R = torch.zeros(INTS, num_rows, dtype=torch.int64, device=device)
-        self.floats_3R = torch.zeros(FLOATS, num_rows, dtype=torch.float32, device=device)
-        self.floats_3R[1] = 1.0
+        self.ints_IR = torch.zeros(INTS, num_rows, dtype=torch.int64, device=device)
+        self.floats_FR = torch.zeros(FLOATS, num_rows, dtype=torch.float32, device=device)
+        self.floats_FR[1] = 1.0
 
     def write(self, rows_N: Tensor, packed_5N: Tensor) -> None:
         """Set rows from numbers packed by `pack` (int64, one column per row)."""
-        self.ints_2R.index_copy_(1, rows_N, packed_5N[:INTS])
+        self.ints_IR.index_copy_(1, rows_N, packed_5N[:INTS])
         # contiguous: `view` to another type needs the halves of each number side by side
         bits = packed_5N[INTS:].to(torch.int32).contiguous()
-        self.floats_3R.index_copy_(1, rows_N, bits.view(torch.float32))
+        self.floats_FR.index_copy_(1, rows_N, bits.view(torch.float32))
 
     def gather(self, slots_S: Tensor) -> SamplingBatch:
         """Return the parameters of the given slots; enqueues device work only."""
-        ints_2S = self.ints_2R.index_select(1, slots_S)
-        floats_3S = self.floats_3R.index_select(1, slots_S)
-        return SamplingBatch(
-            temperature_S=floats_3S[0],
-            top_k_S=ints_2S[1].to(torch.int32),
-            top_p_S=floats_3S[1],
-            min_p_S=floats_3S[2],
-            seed_S=ints_2S[0],
-        )
+        seed_S, top_k_S = self.ints_IR.index_select(1, slots_S)
+        floats_FS = self.floats_FR.index_select(1, slots_S)
+        return SamplingBatch.of(seed_S, top_k_S.to(torch.int32), floats_FS)
 
 
 def pack(sampling: SamplingParams) -> list[int]:
