@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from rose.kernels.formats import FP8_BLOCK, MXFP4, FormattedTensor, decode
 from rose.quant import fp8
+from rose.quant.encode import encode
+from rose.utils.errors import CheckpointError
 
 CASES = Path(__file__).parents[1] / "data" / "handed.jsonl"
 
@@ -141,7 +143,7 @@ def test_error_of_random_weights_is_within_half_a_step():
     """E4M3 has 3 mantissa bits: relative error at most 1/16 above its subnormals, 2^-10 of a scale below."""
     w = torch.randn(257, 333, generator=torch.Generator().manual_seed(2))
     m = fp8.encode(w)
-    step = fp8.spread_blocks(m.scales, (128, 128), w.shape)
+    step = fp8.spread_blocks(m.scales, (128, 128), w)
     assert ((decode(m) - w).abs() <= torch.maximum(w.abs() / 16, step * 2.0**-10)).all()
 
 
@@ -158,3 +160,12 @@ def test_activation_groups_follow_the_contract(group):
             assert scales[t, b].item() == pytest.approx(scale, rel=1e-6)
             got = values[t, b * group : (b + 1) * group].float()
             assert torch.equal(got, fp8.to_e4m3(part / scales[t, b]).float())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("form", [FP8_BLOCK, MXFP4])
+def test_weights_that_are_no_numbers_are_refused(bad, form):
+    w = torch.ones(40, 64)
+    w[7, 3] = bad
+    with pytest.raises(CheckpointError, match=f"{form.name} hold NaN or infinity"):
+        encode(w, form)

@@ -274,6 +274,18 @@ def test_everything_wrong_with_the_source_is_reported_before_writing(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path):
+    c = checkpoints.config(num_layers=1)
+    tensors = checkpoints.hugging_face(c, checkpoints.numbers(c), is_expanded=True)
+    tensors["model.layers.0.mlp.experts.down_proj"][2, 5, 7] = float("nan")
+    source = checkpoints.write(tmp_path / "src", tensors, checkpoints.hugging_face_json(c))
+    message = r"layers\.0\.mlp\.experts\.down_proj: weights .* NaN"
+    with pytest.raises(CheckpointError, match=message):
+        convert(source, tmp_path / "out", "fp8_block")
+    with pytest.raises(CheckpointError, match=message):
+        _load(source, "mxfp4")
+
+
 def test_unknown_formats_are_refused_with_the_known_ones(sources, tmp_path):
     with pytest.raises(
         CheckpointError, match="'int4' is not known; allowed: mxfp4, bf16, fp8_block"

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rose.kernels.formats import E4M3_MAX, FP8_BLOCK, MXFP4, FormattedTensor
-from rose.quant.powers import power_of_two, scale_by_power, smallest_exponent
+from rose.quant.powers import power_of_two, require_finite, scale_by_power, smallest_exponent
 from rose.utils.math import ceil_div
 
 EXACT_SPAN = 14
@@ -43,17 +43,21 @@ def tile_amax(w: Tensor, block: tuple[int, int]) -> Tensor:
     return grid.amax(dim=(-3, -1))
 
 
-def spread_blocks(scales: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> Tensor:
-    """Repeat one number per block over the elements of a [..., N, K] matrix."""
-    rows, columns = block
-    spread = scales.repeat_interleave(rows, dim=-2)[..., : shape[0], :]
-    return spread.repeat_interleave(columns, dim=-1)[..., : shape[1]]
+def spread_blocks(scales: Tensor, block: tuple[int, int], like: Tensor) -> Tensor:
+    """Repeat one number per block over the elements of the [..., N, K] matrix `like`."""
+    (rows, columns), (num_rows, num_columns) = block, like.shape[-2:]
+    spread = scales.repeat_interleave(rows, dim=-2)[..., :num_rows, :]
+    return spread.repeat_interleave(columns, dim=-1)[..., :num_columns]
 
 
 def encode(w: Tensor) -> FormattedTensor:
-    """Encode weights [..., N, K] in 128x128 tiles with power-of-two scales."""
-    exponents = smallest_exponent(tile_amax(w, (_TILE, _TILE)), largest=E4M3_MAX)
-    spread = spread_blocks(exponents, (_TILE, _TILE), w.shape[-2:])
+    """Encode weights [..., N, K] in 128x128 tiles with power-of-two scales.
+
+    Raises  CheckpointError where a weight is NaN or infinite
+    """
+    amax = require_finite(tile_amax(w, (_TILE, _TILE)), "fp8_block")
+    exponents = smallest_exponent(amax, largest=E4M3_MAX)
+    spread = spread_blocks(exponents, (_TILE, _TILE), w)
     values = to_e4m3(scale_by_power(w, -spread))
     return FormattedTensor(format=FP8_BLOCK, values=values, scales=power_of_two(exponents))
 
@@ -65,7 +69,7 @@ def quantize_blocks(x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     Source   kernels/quantize_activation/contract.py, for blocks (1, 128) and (1, 64)
     """
     scales = tile_amax(x, block).clamp_min(ACTIVATION_AMAX_FLOOR) / E4M3_MAX
-    return to_e4m3(x.float() / spread_blocks(scales, block, x.shape[-2:])), scales
+    return to_e4m3(x.float() / spread_blocks(scales, block, x)), scales
 
 
 def quantize_activation(x_TD: Tensor, group: int = 128) -> tuple[Tensor, Tensor]:
@@ -117,7 +121,7 @@ def from_mxfp4(matrix: FormattedTensor) -> FormattedTensor:
     tops = torch.where(codes > 0, exponents + codes // 2 - 1, -1000)
     tile_tops = _tile_reduce(tops, -1000, largest=True)
     tiles = torch.where(tile_tops > -1000, tile_tops - 8, 0)
-    shift = exponents - spread_blocks(tiles, (_TILE, 4), tuple(exponents.shape[-2:]))
+    shift = exponents - spread_blocks(tiles, (_TILE, 4), exponents)
     rows_of_table = (shift.clamp(_LOWEST, _HIGHEST) - _LOWEST) * 256
     index = blocks.to(torch.int32) + rows_of_table.unsqueeze(-1)
     pairs = _pairs_table(str(blocks.device)).index_select(0, index.flatten())

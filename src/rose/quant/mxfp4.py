@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rose.kernels.formats import MXFP4, FormattedTensor
-from rose.quant.powers import scale_by_power, smallest_exponent
+from rose.quant.powers import require_finite, scale_by_power, smallest_exponent
 from rose.utils.errors import CheckpointError
 
 _LARGEST = 6.0
@@ -21,7 +21,7 @@ NAN_SCALE = 255
 def encode(w: Tensor) -> FormattedTensor:
     """Encode [..., N, K], K a multiple of 32.
 
-    Raises  CheckpointError where 32 does not divide the columns.
+    Raises  CheckpointError where 32 does not divide the columns, or a weight is NaN or infinite.
     """
     if w.shape[-1] % _BLOCK:
         raise CheckpointError(
@@ -30,7 +30,8 @@ def encode(w: Tensor) -> FormattedTensor:
         )
     blocks = w.float().unflatten(-1, (-1, _BLOCK))
     # E8M0 holds -127..127; only numbers at the very ends of float32 meet this clamp.
-    exponents = smallest_exponent(blocks.abs().amax(dim=-1), largest=_LARGEST).clamp(-127, 127)
+    amax = require_finite(blocks.abs().amax(dim=-1), "mxfp4")
+    exponents = smallest_exponent(amax, largest=_LARGEST).clamp(-127, 127)
     codes = _round_to_codes(scale_by_power(blocks, -exponents.unsqueeze(-1)))
     values = codes[..., 0::2] | (codes[..., 1::2] << 4)
     return FormattedTensor(format=MXFP4, values=values, scales=(exponents + 127).to(torch.uint8))

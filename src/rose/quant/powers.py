@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rose.utils.errors import CheckpointError
+
 
 def power_of_two(exponent: Tensor) -> Tensor:
     """Return float32 2^exponent for integers in -149..127, made from the bits."""
@@ -21,6 +23,19 @@ def scale_by_power(x: Tensor, exponent: Tensor) -> Tensor:
     """Return float32 x * 2^exponent without overflow on the way; -290 <= exponent <= 250."""
     half = exponent.to(torch.int32) // 2
     return x.float() * power_of_two(half) * power_of_two(exponent.to(torch.int32) - half)
+
+
+def require_finite(amax: Tensor, format_name: str) -> Tensor:
+    """Return `amax`.
+
+    Raises  CheckpointError where it is NaN or infinite: no scale fits that.
+    """
+    if not bool(torch.isfinite(amax).all()):
+        raise CheckpointError(
+            f"weights to be encoded in {format_name} hold NaN or infinity; finite numbers are needed; "
+            "the checkpoint is damaged, fetch it again"
+        )
+    return amax
 
 
 def smallest_exponent(amax: Tensor, *, largest: float) -> Tensor:

@@ -20,7 +20,7 @@ from rose.utils.errors import CheckpointError
 from rose.weights.accounts import require_clean
 from rose.weights.folders import require_empty, require_space
 from rose.weights.loader import Progress, ignore_progress
-from rose.weights.pieces import Piece, split, stream
+from rose.weights.pieces import Piece, naming, split, stream
 from rose.weights.reader import CheckpointReader, read_header, read_json
 from rose.weights.rules import WeightRule
 from rose.weights.writer import (
@@ -202,7 +202,8 @@ def _write_shard(
 def _append(writer: ShardWriter, move: Move, piece: Piece, matrix: FormattedTensor) -> int:
     """Convert and write one piece; returns its bytes. Pieces come in order, so each lands after the one before."""
     storage = move.target.storage
-    new = requantize(matrix, storage.format)
+    with naming(piece.rule):
+        new = requantize(matrix, storage.format)
     values = new.values.transpose(-1, -2) if storage.is_transposed else new.values
     writer.append(move.target.values_name, values)
     if move.target.scales_name is not None and new.scales is not None:

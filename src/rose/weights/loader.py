@@ -13,7 +13,7 @@ from rose.kernels.formats import FLOAT32, MXFP4, FormattedTensor, TensorFormat
 from rose.quant.encode import encode, requantize
 from rose.utils.dtypes import torch_dtype
 from rose.weights.accounts import require_clean
-from rose.weights.pieces import Cut, Piece, split, stream
+from rose.weights.pieces import Cut, Piece, naming, split, stream
 from rose.weights.reader import CheckpointReader
 from rose.weights.rules import WeightRule
 
@@ -49,7 +49,8 @@ def load_targets(
         if split(parts[0], cut)
     }
     for piece, matrix in stream(reader, plan, is_pinned=device.startswith("cuda")):
-        filling[piece.rule.target].put(piece, matrix.to(device))
+        with naming(piece.rule):
+            filling[piece.rule.target].put(piece, matrix.to(device))
         done += piece.num_bytes
         progress(done, total, piece.rule.target)
     return {name: target.finish() for name, target in filling.items()}

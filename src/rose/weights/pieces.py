@@ -10,12 +10,14 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from rose.kernels.formats import FLOAT32, MXFP4, FormattedTensor, decode, plain
 from rose.quant.mxfp4 import check_scales
+from rose.utils.errors import CheckpointError
 from rose.weights.reader import CheckpointReader
 from rose.weights.rules import WeightRule
 
@@ -94,6 +96,15 @@ def read(reader: CheckpointReader, piece: Piece, *, is_pinned: bool = False) -> 
         check_scales(scales, rule.scales_name)
     matrix = FormattedTensor(format=form, values=values, scales=scales)
     return _decoded_share(matrix, piece) if _is_decoded_whole(rule, piece.cut) else matrix
+
+
+@contextmanager
+def naming(rule: WeightRule) -> Iterator[None]:
+    """Put the tensor's name before errors that its numbers cause."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError([f"{rule.values_name}: {line}" for line in error.problems]) from None
 
 
 def stream(

@@ -160,7 +160,7 @@ class CheckpointReader:
         self, entry: TensorEntry, start: int, num_bytes: int, is_pinned: bool
     ) -> Tensor:
         raw = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
-        view = memoryview(raw.numpy())
+        view = raw.numpy().data
         done = 0
         while done < num_bytes:
             part = view[done : done + _READ_LIMIT_BYTES]

@@ -76,10 +76,10 @@ class ShardWriter:
 
     def append(self, name: str, values: Tensor) -> None:
         """Write the next elements of a tensor."""
-        raw = values.detach().cpu().contiguous().view(torch.uint8).numpy().reshape(-1)
+        raw = values.detach().cpu().contiguous().view(torch.uint8).numpy().reshape(-1).data
         at = self._written[name]
         assert at + raw.nbytes <= self._sizes[name], f"{name} gets more data than its header says"
-        self._write_at(self._begins[name] + at, memoryview(raw))
+        self._write_at(self._begins[name] + at, raw)
         self.crcs[name] = zlib.crc32(raw, self.crcs[name])
         self._written[name] = at + raw.nbytes
 
