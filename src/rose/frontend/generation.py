@@ -252,10 +252,12 @@ async def pieces(client: EngineClient, job: Job, metrics: Metrics) -> AsyncItera
                 yield _last_piece(run, event)
                 continue
             watch.tokens(event.request_id, len(event.token_ids))
+            is_first = run.num_output_tokens == 0
             deltas = run.take(event)
             if run.finish_reason is not None:
                 events.abort(event.request_id)
-            if deltas or run.finish_reason is not None:
+            # The first tokens open the answer even where they are a header without text.
+            if deltas or is_first or run.finish_reason is not None:
                 yield Piece(index=run.index, deltas=deltas, finish_reason=run.finish_reason)
 
 

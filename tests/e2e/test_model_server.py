@@ -1,0 +1,169 @@
+"""Both services on a synthetic tiny gpt-oss: JSON in, tokens through the real engine, JSON out."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+
+from fakes.servers import RunningServer
+
+CONTEXT_TOKENS = 512
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "2+2?"}], "max_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    pytest.importorskip("torch", reason="the engine needs torch")
+    from rose.cli.main import run
+
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    assert run(["synth", str(folder), "--size", "tiny", "--layers", "2"]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(model_folder):
+    options = (
+        "--device",
+        "cpu",
+        "--max-step-tokens",
+        "512",
+        "--context-tokens",
+        str(CONTEXT_TOKENS),
+        "--linger-s",
+        "1",
+    )
+    server = RunningServer(str(model_folder), *options)
+    with httpx.Client(base_url=server.url, timeout=60) as server.http:
+        yield server
+    server.stop()
+
+
+def _chat(server, **change):
+    response = server.http.post("/v1/chat/completions", json={**CHAT, **change})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def _stream(server, **change):
+    chunks = []
+    body = {**CHAT, **change, "stream": True}
+    with server.http.stream("POST", "/v1/chat/completions", json=body) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                chunks.append(json.loads(line[6:]))
+    assert line == "" or line == "data: [DONE]"
+    return chunks
+
+
+def _text(chunks, name):
+    return "".join(c["delta"].get(name) or "" for chunk in chunks for c in chunk["choices"])
+
+
+def _said(answer):
+    message = answer["choices"][0]["message"]
+    return message["content"] or "", message.get("reasoning", "")
+
+
+def test_greedy_answers_repeat_and_the_limit_is_kept(server):
+    first, second = _chat(server, temperature=0), _chat(server, temperature=0)
+    assert _said(first) == _said(second)
+    assert first["choices"][0]["finish_reason"] == "length"
+    assert first["usage"]["completion_tokens"] == CHAT["max_tokens"]
+    assert first["usage"]["prompt_tokens"] > 50
+
+
+def test_a_stream_is_the_same_answer(server):
+    whole = _chat(server, seed=3)
+    chunks = _stream(server, seed=3)
+    assert (_text(chunks, "content"), _text(chunks, "reasoning")) == _said(whole)
+    assert chunks[-1]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
+
+
+def test_equal_seeds_give_equal_answers_whatever_shares_the_batch(server):
+    alone = _said(_chat(server, seed=7))
+    assert _said(_chat(server, seed=8)) != alone
+    answers: dict[int, tuple] = {}
+
+    def ask(seed):
+        answers[seed] = _said(_chat(server, seed=seed))
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in (5, 6, 7)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers[7] == alone
+
+
+def test_a_conversation_over_the_context_is_refused_with_numbers(server):
+    long = {"messages": [{"role": "user", "content": "word " * CONTEXT_TOKENS}]}
+    response = server.http.post("/v1/chat/completions", json={**CHAT, **long})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert str(CONTEXT_TOKENS) in error["message"]
+
+
+def test_completions_take_text_and_ids(server):
+    body = {"model": "tiny", "prompt": ["Once", "Twice"], "max_tokens": 4, "temperature": 0}
+    both = server.http.post("/v1/completions", json=body).json()
+    assert [choice["index"] for choice in both["choices"]] == [0, 1]
+    ids = {**body, "prompt": [15390, 153384]}
+    assert server.http.post("/v1/completions", json=ids).json()["usage"]["prompt_tokens"] == 2
+
+
+def _gauge(server, name):
+    text = server.http.get("/metrics").text
+    return float(text.split(f"\n{name} ")[1].split("\n")[0])
+
+
+def test_a_client_that_leaves_gives_its_pages_back(server):
+    body = {**CHAT, "stream": True, "max_tokens": 400}
+    with server.http.stream("POST", "/v1/chat/completions", json=body) as response:
+        next(response.iter_lines())
+    left = time.monotonic()
+    while _gauge(server, "rose_requests_running") > 0 or _gauge(server, "rose_kv_pages_used") > 0:
+        assert time.monotonic() - left < 3.0  # the state is told once a second
+        time.sleep(0.05)
+    assert _gauge(server, "rose_client_disconnects_total") == 1
+    assert _chat(server)["choices"]
+
+
+def test_a_killed_engine_is_told_to_everybody(server):
+    body = {**CHAT, "stream": True, "max_tokens": 400}
+    with server.http.stream("POST", "/v1/chat/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        killed = time.monotonic()
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        rest = [line for line in lines if line]
+    assert "SIGKILL" in json.loads(rest[-2][6:])["error"]["message"]
+    assert server.http.get("/health").status_code == 503
+    assert server.http.post("/v1/chat/completions", json=CHAT).status_code == 503
+    assert time.monotonic() - killed < 5
+    assert server.process.wait(15) == 1
+
+
+def test_a_damaged_model_is_said_in_one_line(model_folder, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(model_folder, broken)
+    shard = max(broken.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    os.truncate(shard, 100_000)
+    command = [sys.executable, "-m", "rose.cli.main", "serve", str(broken), "--port", "0"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) >= 1
+    assert shard.name in errors[0]
+    assert "100000 bytes" in errors[0]
+    assert "Traceback" not in result.stderr
