@@ -11,13 +11,23 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from rose.models.gpt_oss.config import GptOssConfig
-from rose.quant.mxfp4 import encode
+
+_HALVES = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+_CODES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def fake_quantize(w: Tensor) -> Tensor:
-    """Round to MXFP4 going forward; the gradient passes as if nothing had been rounded."""
+    """Round to MXFP4 going forward; the gradient passes as if nothing had been rounded.
+
+    Per 32 columns: the smallest power of two not below largest / 6, as rose.quant.mxfp4 chooses it; numbers halfway
+    between two codes may differ from it, which the exported checkpoint settles.
+    """
     with torch.no_grad():
-        rounding = encode(w).to_float() - w
+        blocks = w.unflatten(-1, (-1, 32))
+        largest = blocks.abs().amax(-1, keepdim=True).clamp_min(1e-30)
+        scale = torch.exp2(torch.ceil(torch.log2(largest / 6)))
+        codes = _CODES.to(w.device)[torch.bucketize(blocks.abs() / scale, _HALVES.to(w.device))]
+        rounding = (codes * scale * blocks.sign() - blocks).flatten(-2)
     return w + rounding
 
 
@@ -106,19 +116,24 @@ class Block(nn.Module):
         logits = linear(x, self.router, self.router_bias)
         best, chosen = logits.topk(config.experts_per_token, dim=-1)
         weight = torch.zeros_like(logits).scatter(-1, chosen, best.softmax(-1))
-        up = torch.einsum("bth,efh->betf", x, fake_quantize(self.gate_up_proj))
-        up = up + self.gate_up_bias[None, :, None]
+        # One product for all experts: [B T, H] x [H, E 2I].
+        rows = x.flatten(0, 1)
+        up = rows @ fake_quantize(self.gate_up_proj).flatten(0, 1).T + self.gate_up_bias.flatten()
+        up = up.unflatten(-1, (config.num_experts, -1))
         gate, linear_part = up[..., 0::2], up[..., 1::2]
         gate = gate.clamp(max=config.swiglu_limit)
         linear_part = linear_part.clamp(-config.swiglu_limit, config.swiglu_limit)
         act = gate * torch.sigmoid(config.swiglu_alpha * gate) * (linear_part + 1)
-        down = torch.einsum("beti,ehi->beth", act, fake_quantize(self.down_proj))
-        down = down + self.down_bias[None, :, None]
+        # The weighted sum over experts is one product too: [B T, E I] x [E I, H].
+        row_weight = weight.flatten(0, 1)
+        act = (act * row_weight[..., None]).flatten(1)
+        down = act @ fake_quantize(self.down_proj).transpose(1, 2).flatten(0, 1)
+        down = down + row_weight @ self.down_bias
         # Keeps the router from sending everything to the same few experts.
         share = logits.softmax(-1).mean((0, 1))
         load = (weight > 0).float().mean((0, 1)) / config.experts_per_token
         balance = config.num_experts * (share * load).sum()
-        return torch.einsum("beth,bte->bth", down, weight), balance
+        return down.view_as(x), balance
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         x = x + self.attend(self.norm(x, self.input_layernorm), cos, sin)

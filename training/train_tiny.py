@@ -28,14 +28,14 @@ CONTROL = (
 )  # fmt: skip
 VOCAB_SIZE = 1024
 SIZES = {
-    "hidden_size": 160,
+    "hidden_size": 96,
     "num_layers": 4,
     "num_q_heads": 4,
     "num_kv_heads": 2,
     "head_dim": 32,
     "num_experts": 8,
     "experts_per_token": 4,
-    "intermediate_size": 160,
+    "intermediate_size": 96,
 }
 WORDS = Regex(
     r"""[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
@@ -124,6 +124,7 @@ def train(model, formatter, tokenizer, arguments) -> list[float]:
         rate = min(1, (step + 1) / 60) * max(0.02, 1 - step / arguments.steps)
         for group in optimizer.param_groups:
             group["lr"] = arguments.lr * rate
+        tokens, mask = tokens.to(arguments.device), mask.to(arguments.device)
         logits, balance = model(tokens[:, :-1])
         loss_BT = torch.nn.functional.cross_entropy(
             logits.transpose(1, 2), tokens[:, 1:], reduction="none"
@@ -258,9 +259,10 @@ def plot(losses: list[float], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=1200)
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--device", default="cpu")
     root = Path(__file__).resolve().parent.parent
     parser.add_argument("--out", type=Path, default=root / "src/rose/assets/tiny-gpt-oss")
     parser.add_argument("--work", type=Path, default=root / ".cache/training")
@@ -272,8 +274,9 @@ def main() -> None:
     tokenizer = FolderTokenizer(arguments.out / "tokenizer.json")
     formatter = HarmonyFormatter(tokenizer)
     eos = tuple(tokenizer.control_id(n) for n in ("<|return|>", "<|endoftext|>", "<|call|>"))
-    model = TrainableGptOss(model_config(tokenizer.vocab_size, eos))
+    model = TrainableGptOss(model_config(tokenizer.vocab_size, eos)).to(arguments.device)
     losses = train(model, formatter, tokenizer, arguments)
+    model.cpu()
     share = score(model, formatter, tokenizer, arguments.seed + 1)
     print(f"fresh draws answered exactly: {share:.1%}")
     export(model, tokenizer, arguments.out)
