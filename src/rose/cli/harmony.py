@@ -28,6 +28,10 @@ _model_option = click.option(
 _LENGTH_WORDS = ("length", "max_tokens", "max_output_tokens")
 
 
+class _CannotLoad(click.ClickException):
+    exit_code = 2  # as every mistake of the caller, see cli/main.py
+
+
 @click.group()
 def harmony() -> None:
     """Render and parse the Harmony format, JSON lines in and out."""
@@ -73,9 +77,7 @@ def _load(folder: Path | None) -> tuple[Tokenizer, HarmonyFormatter]:
         tokenizer = load_tokenizer(folder)
         return tokenizer, HarmonyFormatter(tokenizer)
     except ConfigError as error:
-        failure = click.ClickException(str(error))
-        failure.exit_code = 2  # as every mistake of the caller, see cli/main.py
-        raise failure from None
+        raise _CannotLoad(str(error)) from None
 
 
 def _parse_line(

@@ -189,3 +189,18 @@ def test_parallel_calls_stream_under_their_own_index(formatter, o200k):
         ("tool_call", 1, "b", ""),
         ("tool_arguments", 1, "", "2"),
     ]
+
+
+def test_a_control_token_inside_a_message_holds_text_back_only_for_a_while(formatter, o200k):
+    decoder = formatter.decoder()
+    decoder.push(o200k.encode_with_control("<|channel|>final<|message|>a<|channel|>"))
+    deltas = [d for i in o200k.encode(" word") * 70 for d in decoder.push([i])]
+    assert "".join(d.text for d in deltas) == " word" * 70
+
+
+def test_a_recipient_ends_where_spelled_out_markup_begins(formatter, o200k):
+    decoder = formatter.decoder()
+    decoder.push(o200k.encode_with_control("<|channel|>commentary"))
+    decoder.push(o200k.encode(" to=functions.ping<|constrain|>json"))
+    decoder.push(o200k.encode_with_control("<|message|>{}<|call|>"))
+    assert decoder.answer().tool_calls == call()

@@ -177,8 +177,8 @@ def read_text(content: Any, where: str) -> tuple[str, ...]:
 
 def _part_text(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
-    is_text = isinstance(kind, str) and kind in _TEXT_PARTS
-    text = part.get(_TEXT_PARTS[kind]) if is_text else None
+    field = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    text = part.get(field) if field else None
     if not isinstance(text, str):
         raise problem(f"{where}.type", kind or part, f"text parts ({', '.join(_TEXT_PARTS)})")
     return text
