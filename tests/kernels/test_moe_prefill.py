@@ -36,13 +36,14 @@ def check(ids, experts, block_m):
     zero = torch.zeros(1, dtype=torch.long)
     assert torch.equal(table.starts_E1.long(), torch.cat([zero, counts.cumsum(0)]))
     assert torch.equal(table.tiles_E1.long(), torch.cat([zero, tiles.cumsum(0)]))
+    assert torch.equal(table.pairs_E1.long(), torch.cat([zero, (tiles // 2).cumsum(0)]))
     num_tiles = int(tiles.sum())
     assert num_tiles <= table.max_tiles
     owner = torch.arange(experts).repeat_interleave(tiles)
     assert torch.equal(table.expert_M[:num_tiles].long(), owner)
 
 generator = torch.Generator().manual_seed(3)
-for tokens, chosen, experts, block_m in [(1, 4, 32, 128), (65, 4, 6, 64), (300, 4, 128, 64), (9000, 1, 3, 128)]:
+for tokens, chosen, experts, block_m in [(1, 4, 32, 128), (65, 4, 6, 64), (300, 4, 128, 64), (5000, 1, 3, 128)]:
     ids = torch.randint(0, experts, (tokens, chosen), generator=generator, dtype=torch.int32)
     check(ids, experts, block_m)
     check(ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.5, -1), experts, block_m)

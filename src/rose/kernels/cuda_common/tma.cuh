@@ -32,6 +32,17 @@ __device__ __forceinline__ void tma_load_3d(uint32_t shared, const CUtensorMap* 
       : "memory");
 }
 
+// The same box to the same place in each block of the cluster named by `mask`; bytes complete on the barrier at the
+// same place in each of them.
+__device__ __forceinline__ void tma_load_3d_multicast(uint32_t shared, const CUtensorMap* map, uint32_t barrier, int x,
+                                                      int y, int z, uint16_t mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared),
+      "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(mask)
+      : "memory");
+}
+
 __device__ __forceinline__ void tma_store_2d(const CUtensorMap* map, uint32_t shared, int x, int y) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(
                    reinterpret_cast<uint64_t>(map)),

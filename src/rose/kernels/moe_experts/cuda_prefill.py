@@ -33,6 +33,8 @@ class PrefillShapes:
     """256 or 128: half of them are one group of the SwiGLU's output."""
     down: int
     """256 (only after gate_up 256), 192 or 128."""
+    cluster: bool = False
+    """Two blocks share each tile of the weights (gate_up 256; down 256 or 192)."""
 
     @property
     def hidden_group(self) -> int:
@@ -43,6 +45,8 @@ class PrefillShapes:
 VARIANTS = {
     "u256_d256": PrefillShapes(gate_up=256, down=256),
     "u256_d192": PrefillShapes(gate_up=256, down=192),
+    "u256_d256_c2": PrefillShapes(gate_up=256, down=256, cluster=True),
+    "u256_d192_c2": PrefillShapes(gate_up=256, down=192, cluster=True),
     "u256_d128": PrefillShapes(gate_up=256, down=128),
     "u128_d192": PrefillShapes(gate_up=128, down=192),
     "u128_d128": PrefillShapes(gate_up=128, down=128),
@@ -57,19 +61,20 @@ class PrefillLibrary:
     def __init__(self, *, defines: Sequence[str] = ()) -> None:
         self.library = CudaLibrary(Path(__file__).with_name("prefill_sm90.cu"), defines=defines)
         launcher = self.library.launcher
-        self._sort = launcher("launch_sort", "piippppp")
+        self._sort = launcher("launch_sort", "piipppppp")
         self._quantize = launcher("launch_quantize", "ppppiiiip")
         self._combine = launcher("launch_combine", "ppppiiip")
         self._expand = launcher("launch_expand", "ppppiiip")
-        self._gate_up = launcher("launch_gate_up", "ppiipppipppiiiippiffip")
-        self._down = launcher("launch_down", "ppiipppipppiiiipiip")
+        self._gate_up = launcher("launch_gate_up", "ppiipppippppiiiippiffip")
+        self._down = launcher("launch_down", "ppiipppippppiiiipiip")
 
     def sort_by_expert(self, expert_ids_TK: Tensor, *, num_experts: int) -> RowTable:
         """Give each (token, k) pair its row, stably."""
         table = allocate_rows(expert_ids_TK, num_experts=num_experts, block_m=TILE_ROWS)
         self._sort(
             expert_ids_TK.data_ptr(), expert_ids_TK.numel(), num_experts, table.row_TK.data_ptr(),
-            table.starts_E1.data_ptr(), table.tiles_E1.data_ptr(), table.expert_M.data_ptr(), _stream(),
+            table.starts_E1.data_ptr(), table.tiles_E1.data_ptr(), table.expert_M.data_ptr(),
+            table.pairs_E1.data_ptr(), _stream(),
         )  # fmt: skip
         return table
 
@@ -91,6 +96,7 @@ class PrefillLibrary:
     def gate_up(
         self, x_RD: Tensor, x_scales: Tensor, table: RowTable, *,
         values_EFD: Tensor, scales: Tensor, bias_EF: Tensor, alpha: float, limit: float, columns: int,
+        cluster: bool = False,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Multiply, apply the SwiGLU and quantise in groups of columns / 2 channels.
 
@@ -105,13 +111,14 @@ class PrefillLibrary:
             values_EFD.data_ptr(), scales.data_ptr(), bias_EF.data_ptr(), _is_bf16(bias_EF),
             *_rows(table), experts, wide, hidden,
             out_RI.data_ptr(), out_scales.data_ptr(), out_scales.stride(0), alpha, limit,
-            {256: 0, 128: 1}[columns], _stream(),
+            columns + 1000 * cluster, _stream(),
         )  # fmt: skip
         return out_RI, out_scales
 
     def down(
         self, a_RI: Tensor, a_scales: Tensor, table: RowTable, *,
         values_EDI: Tensor, scales: Tensor, bias_ED: Tensor, group: int, columns: int,
+        cluster: bool = False,
     ) -> Tensor:  # fmt: skip
         """Multiply and add the bias. Returns bf16 [R, D], not yet weighted."""
         experts, hidden, inner = values_EDI.shape
@@ -119,7 +126,7 @@ class PrefillLibrary:
         self._down(
             a_RI.data_ptr(), a_scales.data_ptr(), a_scales.stride(0), a_RI.shape[0],
             values_EDI.data_ptr(), scales.data_ptr(), bias_ED.data_ptr(), _is_bf16(bias_ED),
-            *_rows(table), experts, hidden, inner, y_RD.data_ptr(), group, columns, _stream(),
+            *_rows(table), experts, hidden, inner, y_RD.data_ptr(), group, columns + 1000 * cluster, _stream(),
         )  # fmt: skip
         return y_RD
 
@@ -170,21 +177,22 @@ def run_experts(
     a_RI, a_scales = library.gate_up(
         x_RD, x_scales, table,
         values_EFD=gate_up.values, scales=gate_up.scales, bias_EF=weights.gate_up_bias_EF,
-        alpha=swiglu_alpha, limit=swiglu_limit, columns=shapes.gate_up,
+        alpha=swiglu_alpha, limit=swiglu_limit, columns=shapes.gate_up, cluster=shapes.cluster,
     )  # fmt: skip
     y_RD = library.down(
         a_RI, a_scales, table,
         values_EDI=down.values, scales=down.scales, bias_ED=weights.down_bias_ED,
-        group=shapes.hidden_group, columns=shapes.down,
+        group=shapes.hidden_group, columns=shapes.down, cluster=shapes.cluster,
     )  # fmt: skip
     library.combine(y_RD, table, expert_weights_TK, out_TD=out_TD)
 
 
-def _rows(table: RowTable) -> tuple[int, int, int, int]:
+def _rows(table: RowTable) -> tuple[int, int, int, int, int]:
     return (
         table.starts_E1.data_ptr(),
         table.tiles_E1.data_ptr(),
         table.expert_M.data_ptr(),
+        table.pairs_E1.data_ptr(),
         table.max_tiles,
     )
 

@@ -71,13 +71,13 @@ def moe_experts_expanding(
         x_RD, x_scales, table,
         values_EFD=LIBRARY.expand(plain.gate_up, weights.gate_up_exponents, out=scratch),
         scales=weights.gate_up_scales, bias_EF=plain.gate_up_bias_EF,
-        alpha=swiglu_alpha, limit=swiglu_limit, columns=DEFAULT.gate_up,
+        alpha=swiglu_alpha, limit=swiglu_limit, columns=DEFAULT.gate_up, cluster=DEFAULT.cluster,
     )  # fmt: skip
     y_RD = LIBRARY.down(
         a_RI, a_scales, table,
         values_EDI=LIBRARY.expand(plain.down, weights.down_exponents, out=scratch),
         scales=weights.down_scales, bias_ED=plain.down_bias_ED,
-        group=DEFAULT.hidden_group, columns=DEFAULT.down,
+        group=DEFAULT.hidden_group, columns=DEFAULT.down, cluster=DEFAULT.cluster,
     )  # fmt: skip
     LIBRARY.combine(y_RD, table, expert_weights_TK, out_TD=out_TD)
 

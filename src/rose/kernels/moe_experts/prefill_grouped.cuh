@@ -4,6 +4,8 @@
 // fills a ring of shared-memory stages by TMA. A stage is 128 of K: rows of A, columns of W, scales of A.
 // The tensor core sums one scale group into `part`; each thread then adds part * (scale of A * scale of W) to
 // `total`, float32, which the bias seeds. With two consumers, one adds while the other's products run.
+// Clusters: two blocks take two row tiles of one run of columns and read W once, half each, for both. A last tile
+// without a partner is shared the other way: each block takes another run of columns.
 // Tails: rows past the expert's are computed and not stored (a consumer with none of its rows in the tile skips
 // its products); columns past N and K past its end read as zeros.
 #pragma once
@@ -23,6 +25,7 @@ struct Rows {
   const int* starts;  // [E + 1] first row of each expert
   const int* tiles;   // [E + 1] first tile of each expert
   const int* expert;  // [tiles] expert of each tile
+  const int* pairs;   // [E + 1] first pair of tiles of each expert; an odd tile is in no pair
   int num_experts;
 };
 
@@ -43,11 +46,12 @@ struct Grouped {
 };
 
 // kGroup: columns of A that share a scale. kSub x kSubs: a consumer multiplies kSubs pieces of kSub columns in
-// turn, so that only one piece of `part` is live. kStages: depth of the ring.
-template <bool kGateUpP, int kGroupP, int kSubP, int kSubsP, int kStagesP>
+// turn, so that only one piece of `part` is live. kStages: depth of the ring. kCluster: blocks that share W.
+template <bool kGateUpP, int kGroupP, int kSubP, int kSubsP, int kStagesP, int kClusterP = 1>
 struct Shape {
   static constexpr bool kGateUp = kGateUpP;
   static constexpr int kGroup = kGroupP, kSub = kSubP, kSubs = kSubsP, kStages = kStagesP;
+  static constexpr int kCluster = kClusterP;
   static constexpr int kColumns = kSub * kSubs;
   static constexpr int kGroups = kBlockK / kGroup;
   // Weight scales change every 128 columns; a piece that does not start on one needs them every 64.
@@ -59,27 +63,60 @@ struct Shape {
   static constexpr int kRingBytes = kStages * (kABytes + kWBytes);
   static constexpr int kSharedBytes = 1024 + kRingBytes + kStages * kScaleBytes;
   static_assert(kSharedBytes <= 227 * 1024 - 256, "more shared memory than a block can have");
+  static_assert(kCluster == 1 || kCluster == 2, "clusters of one or two blocks");
   static_assert(!kGateUp || kSub == 128, "the gate-up epilogue handles pieces of 64 channels");
 };
 
 struct Item {
   int expert, row, rows, run;
+  bool shares_w;  // both blocks of the cluster multiply this run of columns
 };
 
-// Order of work: expert by expert; kBandTiles row tiles inside one run of columns, then the next run.
-__device__ __forceinline__ Item locate(const Rows& rows, int item, int runs) {
+constexpr int kMaxUnits = 129;  // experts + 1
+
+// Order of work: expert by expert; kBandTiles row tiles inside one run of columns, then the next run. In a cluster
+// the unit is a pair of tiles, then, for an odd tile, a pair of runs; `units` holds each expert's first unit.
+template <int kCluster>
+__device__ __forceinline__ Item locate(const Rows& rows, const int* units, int item, int runs, int rank) {
   Item found;
-  found.expert = __ldg(rows.expert + item / runs);
-  int first = __ldg(rows.tiles + found.expert);
-  int tiles = __ldg(rows.tiles + found.expert + 1) - first;
-  int local = item - first * runs;
-  int band = local / (kBandTiles * runs);
-  int band_tiles = min(tiles - band * kBandTiles, kBandTiles);
-  local -= band * kBandTiles * runs;
-  found.run = local / band_tiles;
-  int tile = band * kBandTiles + local - found.run * band_tiles;
+  int tile;
+  if constexpr (kCluster == 1) {
+    found.expert = __ldg(rows.expert + item / runs);
+    const int first = __ldg(rows.tiles + found.expert);
+    const int tiles = __ldg(rows.tiles + found.expert + 1) - first;
+    int local = item - first * runs;
+    const int band = local / (kBandTiles * runs);
+    const int band_tiles = min(tiles - band * kBandTiles, kBandTiles);
+    local -= band * kBandTiles * runs;
+    found.run = local / band_tiles;
+    tile = band * kBandTiles + local - found.run * band_tiles;
+    found.shares_w = false;
+  } else {
+    int low = 0, high = rows.num_experts;  // units[low] <= item < units[high]
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if (units[middle] <= item) low = middle;
+      else high = middle;
+    }
+    found.expert = low;
+    const int pairs = __ldg(rows.pairs + low + 1) - __ldg(rows.pairs + low);
+    int local = item - units[low];
+    found.shares_w = local < pairs * runs;
+    if (found.shares_w) {
+      constexpr int kBandPairs = kBandTiles / 2;
+      const int band = local / (kBandPairs * runs);
+      const int band_pairs = min(pairs - band * kBandPairs, kBandPairs);
+      local -= band * kBandPairs * runs;
+      found.run = local / band_pairs;
+      tile = 2 * (band * kBandPairs + local - found.run * band_pairs) + rank;
+    } else {
+      found.run = 2 * (local - pairs * runs) + rank;
+      tile = 2 * pairs;
+    }
+  }
   found.row = __ldg(rows.starts + found.expert) + tile * kTileRows;
   found.rows = min(__ldg(rows.starts + found.expert + 1) - found.row, kTileRows);
+  if (found.run >= runs) found.rows = 0;  // the odd tile's last run has no partner
   return found;
 }
 
@@ -159,17 +196,31 @@ __device__ __forceinline__ void seed_with_bias(float (&total)[S::kSubs][S::kSub 
   }
 }
 
+__device__ __forceinline__ float load_shared(uint32_t address) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address));
+  return value;
+}
+
+// Give a stage back. In a cluster the partner writes into it too, so that both producers have to know.
+template <typename S>
+__device__ __forceinline__ void release(uint32_t empty) {
+  mbarrier_arrive(empty);
+  if constexpr (S::kCluster == 2) mbarrier_arrive_remote(empty, cluster_rank() ^ 1);
+}
+
 // One stage: kSteps products of 32 along K for each piece, and their sums into `total`.
 template <typename S, int kSteps>
 __device__ __forceinline__ void multiply_stage(float (&total)[S::kSubs][S::kSub / 2], uint64_t a, uint64_t w,
-                                               const float* a_scales, const float (&w_scale)[S::kSubs][S::kSegments],
+                                               uint32_t a_scales, const float (&w_scale)[S::kSubs][S::kSegments],
                                                int subs, uint32_t empty, int lane) {
   constexpr int kGroupSteps = S::kGroup / 32;
   constexpr int kGroups = (kSteps + kGroupSteps - 1) / kGroupSteps;
   float part[S::kSub / 2];
 #pragma unroll
   for (int group = 0; group < kGroups; ++group) {
-    const float scale0 = a_scales[group * kTileRows], scale1 = a_scales[group * kTileRows + 8];
+    const float scale0 = load_shared(a_scales + 4 * group * kTileRows);
+    const float scale1 = load_shared(a_scales + 4 * group * kTileRows + 32);
 #pragma unroll
     for (int s = 0; s < S::kSubs; ++s) {
       if (S::kSubs > 1 && s >= subs) break;
@@ -186,7 +237,7 @@ __device__ __forceinline__ void multiply_stage(float (&total)[S::kSubs][S::kSub 
       settle(part);
       if (group == kGroups - 1 && s == subs - 1) {
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(empty);
+        if (lane == 0) release<S>(empty);
       }
 float c0[S::kSegments], c1[S::kSegments];
 #pragma unroll
@@ -299,99 +350,142 @@ __device__ __forceinline__ void load_weight_scales(float (&scale)[S::kSubs][S::k
 }
 
 template <typename S>
-__global__ void __launch_bounds__(384, 1) grouped(const __grid_constant__ Grouped p) {
-  extern __shared__ uint8_t raw[];
-  __shared__ uint64_t barriers[2 * S::kStages];
-  const uint32_t ring_base = (shared_address(raw) + 1023) & ~1023u;
-  const uint32_t scales_base = ring_base + S::kRingBytes;
-  const float* scales = reinterpret_cast<const float*>(raw + (scales_base - shared_address(raw)));
-  const uint32_t full = shared_address(barriers), empty = full + 8 * S::kStages;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < S::kStages; ++i) {
-      mbarrier_init(full + 8 * i, 1);
-      mbarrier_init(empty + 8 * i, 8);  // one arrival per consumer warp
-    }
-    mbarrier_init_fence();
-  }
-  __syncthreads();
-
-  const int runs = (p.n + S::kColumns - 1) / S::kColumns;
-  const int num_items = __ldg(p.rows.tiles + p.rows.num_experts) * runs;
-  const int k_full = p.k / kBlockK, k_blocks = (p.k + kBlockK - 1) / kBlockK;
-  const int warpgroup = threadIdx.x / 128;
+__device__ __forceinline__ void produce(const Grouped& p, const int* units, int num_items,
+                                        uint32_t ring_base, uint32_t full, uint32_t empty) {
+  const int runs = (p.n + S::kColumns - 1) / S::kColumns, k_blocks = (p.k + kBlockK - 1) / kBlockK;
   Ring<S::kStages> ring;
-
-  if (warpgroup == 2) {
-    // Producer.
-    registers_shrink<40>();
-    if (threadIdx.x == 256) {
-      tma_prefetch_map(&p.a);
-      tma_prefetch_map(&p.a_scales);
-      tma_prefetch_map(&p.w);
-      for (int i = blockIdx.x; i < num_items; i += gridDim.x) {
-        const Item item = locate(p.rows, i, runs);
-        const bool has_second = item.rows > 64;
-        const uint32_t bytes = S::kWBytes + S::kScaleBytes + (has_second ? S::kABytes : S::kHalfBytes);
-        for (int kb = 0; kb < k_blocks; ++kb, ring.next()) {
-          mbarrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
-          const uint32_t barrier = full + 8 * ring.stage;
-          const uint32_t a = ring_base + ring.stage * (S::kABytes + S::kWBytes);
-          mbarrier_arrive_expect(barrier, bytes);
-          tma_load_2d(a, &p.a, barrier, kb * kBlockK, item.row);
-          if (has_second) tma_load_2d(a + S::kHalfBytes, &p.a, barrier, kb * kBlockK, item.row + 64);
-          tma_load_3d(a + S::kABytes, &p.w, barrier, kb * kBlockK, item.run * S::kColumns, item.expert);
-          tma_load_2d(scales_base + ring.stage * S::kScaleBytes, &p.a_scales, barrier, item.row, kb * S::kGroups);
-        }
+  const int rank = S::kCluster == 2 ? cluster_rank() : 0;
+  tma_prefetch_map(&p.a);
+  tma_prefetch_map(&p.a_scales);
+  tma_prefetch_map(&p.w);
+  for (int i = blockIdx.x / S::kCluster; i < num_items; i += gridDim.x / S::kCluster) {
+    const Item item = locate<S::kCluster>(p.rows, units, i, runs, rank);
+    const bool has_any = item.rows > 0, has_second = item.rows > 64;
+    // A partner's half of W arrives at this block's barrier as well.
+    const bool has_w = has_any || item.shares_w;
+    const uint32_t bytes = (has_w ? S::kWBytes : 0) + (has_any ? S::kScaleBytes + S::kHalfBytes : 0) +
+                           (has_second ? S::kHalfBytes : 0);
+    for (int kb = 0; kb < k_blocks; ++kb, ring.next()) {
+      mbarrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
+      const uint32_t barrier = full + 8 * ring.stage;
+      const uint32_t a = ring_base + ring.stage * (S::kABytes + S::kWBytes), w = a + S::kABytes;
+      const int k = kb * kBlockK;
+      mbarrier_arrive_expect(barrier, bytes);
+      if (has_any) {
+        tma_load_2d(a, &p.a, barrier, k, item.row);
+        if (has_second) tma_load_2d(a + S::kHalfBytes, &p.a, barrier, k, item.row + 64);
+        tma_load_2d(ring_base + S::kRingBytes + ring.stage * S::kScaleBytes, &p.a_scales, barrier, item.row,
+                    kb * S::kGroups);
       }
-    }
-  } else {
-    // Consumers.
-    registers_grow<232>();
-    const int lane = threadIdx.x % 32, q = lane % 4;
-    const int row = warpgroup * 64 + (threadIdx.x % 128) / 32 * 16 + lane / 4;
-    for (int i = blockIdx.x; i < num_items; i += gridDim.x) {
-      const Item item = locate(p.rows, i, runs);
-      if (warpgroup * 64 >= item.rows) {
-        for (int kb = 0; kb < k_blocks; ++kb, ring.next()) {
-          mbarrier_wait(full + 8 * ring.stage, ring.parity);
-          if (lane == 0) mbarrier_arrive(empty + 8 * ring.stage);
-        }
-        continue;
-      }
-      const int subs = min(S::kSubs, (p.n - item.run * S::kColumns + S::kSub - 1) / S::kSub);
-      float total[S::kSubs][S::kSub / 2];
-      float w_scale[S::kSubs][S::kSegments], w_scale_next[S::kSubs][S::kSegments];
-      load_weight_scales<S>(w_scale_next, p, item, 0);
-      seed_with_bias<S>(total, p, item, q);
-      for (int kb = 0; kb < k_blocks; ++kb, ring.next()) {
-#pragma unroll
-        for (int s = 0; s < S::kSubs; ++s) {
-#pragma unroll
-          for (int segment = 0; segment < S::kSegments; ++segment) w_scale[s][segment] = w_scale_next[s][segment];
-        }
-        load_weight_scales<S>(w_scale_next, p, item, min(kb + 1, k_blocks - 1));
-        const uint32_t a = ring_base + ring.stage * (S::kABytes + S::kWBytes);
-        const uint64_t a_descriptor = descriptor_swizzle128(a + warpgroup * S::kHalfBytes);
-        const uint64_t w_descriptor = descriptor_swizzle128(a + S::kABytes);
-        const float* a_scales = scales + ring.stage * (S::kScaleBytes / 4) + row;
-        const uint32_t release = empty + 8 * ring.stage;
-        mbarrier_wait(full + 8 * ring.stage, ring.parity);
-        if (kb < k_full) {
-          multiply_stage<S, 4>(total, a_descriptor, w_descriptor, a_scales, w_scale, subs, release, lane);
-        } else {
-          multiply_stage<S, 2>(total, a_descriptor, w_descriptor, a_scales, w_scale, subs, release, lane);
-        }
-      }
-      if constexpr (S::kGateUp) {
-        store_hidden<S>(total, p, item, row, q, subs);
+      if constexpr (S::kCluster == 1) {
+        tma_load_3d(w, &p.w, barrier, k, item.run * S::kColumns, item.expert);
       } else {
-        store_rows<S>(total, p, item, row, q);
+        constexpr int kHalf = S::kColumns / 2;
+        const int column = item.run * S::kColumns;
+        if (item.shares_w) {
+          tma_load_3d_multicast(w + rank * (S::kWBytes / 2), &p.w, barrier, k, column + rank * kHalf, item.expert, 3);
+        } else if (has_any) {
+          tma_load_3d(w, &p.w, barrier, k, column, item.expert);
+          tma_load_3d(w + S::kWBytes / 2, &p.w, barrier, k, column + kHalf, item.expert);
+        }
       }
     }
   }
 }
 
-// Tensor maps and launch. `rows` bounds the rows of A; `hidden` etc. come filled in `p`.
+template <typename S>
+__device__ __forceinline__ void consume(const Grouped& p, const int* units, int num_items,
+                                        uint32_t ring_base, uint32_t full, uint32_t empty) {
+  const int runs = (p.n + S::kColumns - 1) / S::kColumns, k_blocks = (p.k + kBlockK - 1) / kBlockK;
+  Ring<S::kStages> ring;
+  const int rank = S::kCluster == 2 ? cluster_rank() : 0;
+  const int warpgroup = threadIdx.x / 128, lane = threadIdx.x % 32, q = lane % 4;
+  const int row = warpgroup * 64 + (threadIdx.x % 128) / 32 * 16 + lane / 4;
+  const int k_full = p.k / kBlockK;
+  for (int i = blockIdx.x / S::kCluster; i < num_items; i += gridDim.x / S::kCluster) {
+    const Item item = locate<S::kCluster>(p.rows, units, i, runs, rank);
+    if (warpgroup * 64 >= item.rows) {
+      for (int kb = 0; kb < k_blocks; ++kb, ring.next()) {
+        mbarrier_wait(full + 8 * ring.stage, ring.parity);
+        if (lane == 0) release<S>(empty + 8 * ring.stage);
+      }
+      continue;
+    }
+    const int subs = min(S::kSubs, (p.n - item.run * S::kColumns + S::kSub - 1) / S::kSub);
+    float total[S::kSubs][S::kSub / 2];
+    float w_scale[S::kSubs][S::kSegments], w_scale_next[S::kSubs][S::kSegments];
+    load_weight_scales<S>(w_scale_next, p, item, 0);
+    seed_with_bias<S>(total, p, item, q);
+    for (int kb = 0; kb < k_blocks; ++kb, ring.next()) {
+#pragma unroll
+      for (int s = 0; s < S::kSubs; ++s) {
+#pragma unroll
+        for (int segment = 0; segment < S::kSegments; ++segment) w_scale[s][segment] = w_scale_next[s][segment];
+      }
+      load_weight_scales<S>(w_scale_next, p, item, min(kb + 1, k_blocks - 1));
+      const uint32_t a = ring_base + ring.stage * (S::kABytes + S::kWBytes);
+      const uint64_t a_descriptor = descriptor_swizzle128(a + warpgroup * S::kHalfBytes);
+      const uint64_t w_descriptor = descriptor_swizzle128(a + S::kABytes);
+      const uint32_t a_scales = ring_base + S::kRingBytes + ring.stage * S::kScaleBytes + 4 * row;
+      const uint32_t back = empty + 8 * ring.stage;
+      mbarrier_wait(full + 8 * ring.stage, ring.parity);
+      if (kb < k_full) {
+        multiply_stage<S, 4>(total, a_descriptor, w_descriptor, a_scales, w_scale, subs, back, lane);
+      } else {
+        multiply_stage<S, 2>(total, a_descriptor, w_descriptor, a_scales, w_scale, subs, back, lane);
+      }
+    }
+    if constexpr (S::kGateUp) {
+      store_hidden<S>(total, p, item, row, q, subs);
+    } else {
+      store_rows<S>(total, p, item, row, q);
+    }
+  }
+}
+
+template <typename S>
+__global__ void __launch_bounds__(384, 1) grouped(const __grid_constant__ Grouped p) {
+  extern __shared__ uint8_t raw[];
+  __shared__ uint64_t barriers[2 * S::kStages];
+  __shared__ int units[S::kCluster == 2 ? kMaxUnits : 1];
+  const uint32_t ring_base = (shared_address(raw) + 1023) & ~1023u;
+  const uint32_t full = shared_address(barriers), empty = full + 8 * S::kStages;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < S::kStages; ++i) {
+      mbarrier_init(full + 8 * i, 1);
+      mbarrier_init(empty + 8 * i, 8 * S::kCluster);  // one arrival per consumer warp of the cluster
+    }
+    mbarrier_init_fence();
+  }
+  const int runs = (p.n + S::kColumns - 1) / S::kColumns;
+  int num_items;
+  if constexpr (S::kCluster == 2) {
+    if (threadIdx.x <= p.rows.num_experts) {
+      const int pairs = __ldg(p.rows.pairs + threadIdx.x);
+      const int odd = __ldg(p.rows.tiles + threadIdx.x) - 2 * pairs;
+      units[threadIdx.x] = pairs * runs + odd * ((runs + 1) / 2);
+    }
+    __syncthreads();
+    num_items = units[p.rows.num_experts];
+    cluster_sync();  // the partner's barriers exist before anything is sent to them
+  } else {
+    __syncthreads();
+    num_items = __ldg(p.rows.tiles + p.rows.num_experts) * runs;
+  }
+  if (threadIdx.x >= 256) {
+    registers_shrink<40>();
+    if (threadIdx.x == 256) produce<S>(p, units, num_items, ring_base, full, empty);
+  } else {
+    registers_grow<232>();
+    consume<S>(p, units, num_items, ring_base, full, empty);
+  }
+  if constexpr (S::kCluster == 2) {
+    __syncwarp();  // the producer's warp is whole again
+    cluster_sync();  // until here the partner may send to this block's shared memory
+  }
+}
+
+// Tensor maps and launch. `rows` bounds the rows of A; outputs and bias come filled in `p`.
 template <typename S>
 cudaError_t launch_grouped(Grouped p, const void* a, const float* a_scales, int a_scales_stride, const void* w,
                            int rows, int max_tiles, cudaStream_t stream) {
@@ -402,7 +496,7 @@ cudaError_t launch_grouped(Grouped p, const void* a, const float* a_scales, int 
   const uint32_t scale_box[2] = {kTileRows, uint32_t(S::kGroups)};
   const uint64_t w_sizes[3] = {uint64_t(p.k), uint64_t(p.n), uint64_t(p.rows.num_experts)};
   const uint64_t w_strides[2] = {uint64_t(p.k), uint64_t(p.k) * uint64_t(p.n)};
-  const uint32_t w_box[3] = {kBlockK, uint32_t(S::kColumns), 1};
+  const uint32_t w_box[3] = {kBlockK, uint32_t(S::kColumns / S::kCluster), 1};
   cudaError_t error = encode_tensor_map(&p.a, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, a, a_sizes, a_strides, a_box,
                                         CU_TENSOR_MAP_SWIZZLE_128B);
   if (error != cudaSuccess) return error;
@@ -419,9 +513,19 @@ cudaError_t launch_grouped(Grouped p, const void* a, const float* a_scales, int 
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   const int64_t items = int64_t(max_tiles) * ((p.n + S::kColumns - 1) / S::kColumns);
-  const int blocks = items < processors ? int(items) : processors;
-  grouped<S><<<blocks, 384, S::kSharedBytes, stream>>>(p);
-  return cudaGetLastError();
+  const int64_t wanted = items < processors ? items : processors;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = S::kCluster;
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(unsigned((wanted + S::kCluster - 1) / S::kCluster * S::kCluster));
+  config.blockDim = dim3(384);
+  config.dynamicSmemBytes = S::kSharedBytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = S::kCluster > 1 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, grouped<S>, p);
 }
 
 }  // namespace rose::moe

@@ -5,10 +5,10 @@
 using namespace rose::moe;
 
 extern "C" int launch_sort(const int* ids, int num_pairs, int num_experts, int* row_of_pair, int* starts, int* tiles,
-                           int* expert_of_tile, cudaStream_t stream) {
+                           int* expert_of_tile, int* pairs, cudaStream_t stream) {
   if (num_experts > kMaxExperts) return cudaErrorInvalidValue;
   sort_pairs<<<1, kSortWarps * 32, 0, stream>>>(ids, num_pairs, num_experts, kTileRows, row_of_pair, starts, tiles,
-                                                expert_of_tile);
+                                                expert_of_tile, pairs);
   return cudaGetLastError();
 }
 
@@ -50,9 +50,9 @@ extern "C" int launch_expand(const void* codes, const uint8_t* exponents, const 
 namespace {
 
 Grouped problem(const float* w_scales, const void* bias, int bias_is_bf16, const int* starts, const int* tiles,
-                const int* expert_of_tile, int experts, int n, int k) {
+                const int* expert_of_tile, const int* pairs, int experts, int n, int k) {
   Grouped p{};
-  p.rows = {starts, tiles, expert_of_tile, experts};
+  p.rows = {starts, tiles, expert_of_tile, pairs, experts};
   p.w_scales = w_scales;
   p.bias = bias;
   p.bias_is_bf16 = bias_is_bf16;
@@ -63,45 +63,54 @@ Grouped problem(const float* w_scales, const void* bias, int bias_is_bf16, const
 
 }  // namespace
 
-// shape: 0 128 x 256 (groups of 128 channels), 1 128 x 128 (groups of 64).
+// shape: columns of a tile, 256 (groups of 128 channels) or 128 (groups of 64), + 1000 in clusters of two blocks.
 extern "C" int launch_gate_up(const void* a, const float* a_scales, int a_scales_stride, int rows, const void* w,
                               const float* w_scales, const void* bias, int bias_is_bf16, const int* starts,
-                              const int* tiles, const int* expert_of_tile, int max_tiles, int experts, int n, int k,
+                              const int* tiles, const int* expert_of_tile, const int* pairs, int max_tiles, int experts, int n, int k,
                               uint8_t* hidden, float* hidden_scales, int hidden_scales_stride, float alpha,
                               float limit, int shape, cudaStream_t stream) {
-  Grouped p = problem(w_scales, bias, bias_is_bf16, starts, tiles, expert_of_tile, experts, n, k);
+  Grouped p = problem(w_scales, bias, bias_is_bf16, starts, tiles, expert_of_tile, pairs, experts, n, k);
   p.hidden = hidden;
   p.hidden_scales = hidden_scales;
   p.scales_stride = hidden_scales_stride;
   p.alpha = alpha;
   p.limit = limit;
   switch (shape) {
-    case 0:
+    case 256:
       return launch_grouped<Shape<true, 128, 128, 2, 4>>(p, a, a_scales, a_scales_stride, w, rows, max_tiles, stream);
-    case 1:
+    case 1256:
+      return launch_grouped<Shape<true, 128, 128, 2, 4, 2>>(p, a, a_scales, a_scales_stride, w, rows, max_tiles,
+                                                            stream);
+    case 128:
       return launch_grouped<Shape<true, 128, 128, 1, 6>>(p, a, a_scales, a_scales_stride, w, rows, max_tiles, stream);
     default:
       return cudaErrorInvalidValue;
   }
 }
 
-// shape: columns of a tile, 256, 192 or 128; group: columns of A that share a scale, 128 or 64.
+// shape: columns of a tile, 256, 192 or 128, + 1000 in clusters; group: columns of A that share a scale, 128 or 64.
 extern "C" int launch_down(const void* a, const float* a_scales, int a_scales_stride, int rows, const void* w,
                            const float* w_scales, const void* bias, int bias_is_bf16, const int* starts,
-                           const int* tiles, const int* expert_of_tile, int max_tiles, int experts, int n, int k,
+                           const int* tiles, const int* expert_of_tile, const int* pairs, int max_tiles, int experts, int n, int k,
                            __nv_bfloat16* y, int group, int shape, cudaStream_t stream) {
-  Grouped p = problem(w_scales, bias, bias_is_bf16, starts, tiles, expert_of_tile, experts, n, k);
+  Grouped p = problem(w_scales, bias, bias_is_bf16, starts, tiles, expert_of_tile, pairs, experts, n, k);
   p.y = y;
-  switch (group * 1000 + shape) {
-    case 128256:
+  switch (group * 10000 + shape) {
+    case 1280256:
       return launch_grouped<Shape<false, 128, 128, 2, 4>>(p, a, a_scales, a_scales_stride, w, rows, max_tiles, stream);
-    case 128192:
+    case 1280192:
       return launch_grouped<Shape<false, 128, 192, 1, 5>>(p, a, a_scales, a_scales_stride, w, rows, max_tiles, stream);
-    case 128128:
+    case 1281256:
+      return launch_grouped<Shape<false, 128, 128, 2, 4, 2>>(p, a, a_scales, a_scales_stride, w, rows, max_tiles,
+                                                             stream);
+    case 1281192:
+      return launch_grouped<Shape<false, 128, 192, 1, 5, 2>>(p, a, a_scales, a_scales_stride, w, rows, max_tiles,
+                                                             stream);
+    case 1280128:
       return launch_grouped<Shape<false, 128, 128, 1, 6>>(p, a, a_scales, a_scales_stride, w, rows, max_tiles, stream);
-    case 64192:
+    case 640192:
       return launch_grouped<Shape<false, 64, 192, 1, 5>>(p, a, a_scales, a_scales_stride, w, rows, max_tiles, stream);
-    case 64128:
+    case 640128:
       return launch_grouped<Shape<false, 64, 128, 1, 6>>(p, a, a_scales, a_scales_stride, w, rows, max_tiles, stream);
     default:
       return cudaErrorInvalidValue;
