@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from rose.kernels.formats import BF16, FORMATS, FP8_BLOCK, MXFP4, FormattedTenso
 @pytest.mark.parametrize("name", ["float32", "bf16", "mxfp4", "fp8_block"])
 def test_a_copy_decodes_to_the_same_numbers(name):
     drawn = matrix(name, 3, 200, 192, source=generator("cpu", 0))
-    for copied in (copy.deepcopy(drawn), pickle.loads(pickle.dumps(drawn)), drawn.to("cpu")):
+    for copied in (copy.deepcopy(drawn), drawn.to("cpu")):
         assert copied.shape == (3, 200, 192)
         assert torch.equal(copied.to_float(), drawn.to_float())
 
