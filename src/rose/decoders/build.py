@@ -29,12 +29,24 @@ class BuiltDecoder:
 
     def lines(self) -> list[str]:
         """Return the start-up table: memory, then kernels."""
-        kernels = self.decoder.kernel_table()
-        widths = [max(len(row[i]) for row in kernels) for i in range(3)]
+        rows = _by_implementation(self.decoder.kernel_table())
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
         return [
             *self.assembly.memory.lines,
-            *("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in kernels),
+            *("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows),
         ]
+
+
+def _by_implementation(table: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+    """Join the regimes of an operation that have the same implementation: (operation, implementation, regimes)."""
+    regimes: dict[tuple[str, str], list[str]] = {}
+    for operation, regime, implementation in table:
+        regimes.setdefault((operation, implementation), []).append(regime)
+    most = {op: sum(len(r) for (o, _), r in regimes.items() if o == op) for op, _ in regimes}
+    return [
+        (op, impl, "everywhere" if len(r) == most[op] else ", ".join(r))
+        for (op, impl), r in regimes.items()
+    ]
 
 
 def build_decoder(

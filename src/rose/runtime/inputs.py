@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rose.cache.layout import CacheLayout
-from rose.kernels.registry import bind
+from rose.kernels.registry import REGIMES, bind
 from rose.layers.context import ForwardContext, KindContext
 from rose.runtime.plan import PlanEntry, StepPlan
 from rose.runtime.staging import StagingRing
@@ -67,7 +67,12 @@ class DeviceTables:
         self._kind_index = {k.kind: i for i, k in enumerate(layout.kinds)}
         num_rows, num_kinds = num_slots + 1, len(layout.kinds)
         self._begin = bind(
-            "decode_begin", formats={}, sizes={"K": num_kinds}, device=device, only=only
+            "decode_begin",
+            formats={},
+            sizes={"K": num_kinds},
+            device=device,
+            regimes=tuple(r for r in REGIMES if r.phase == "decode"),
+            only=only,
         )
         self._num_columns = ceil_div(context_tokens, layout.page_tokens)
         self.pages_KRP = torch.full(

@@ -11,6 +11,7 @@ from rose.models.base import CausalLM
 from rose.models.registry import ModelEntry, entry
 from rose.utils.device import DeviceFacts
 from rose.utils.errors import CheckpointError, ConfigError
+from rose.weights.loader import Progress
 from rose.weights.reader import locate, read_json
 
 
@@ -39,12 +40,9 @@ def load_model(
             "change context_tokens"
         )
 
-    def progress(done: int, total: int, _name: str) -> None:
-        report(f"loading weights: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
-
     report(f"loading weights of {folder}")
     parameters = weights.load(
-        folder, model_config, resolved.quant, device=device.kind, progress=progress
+        folder, model_config, resolved.quant, device=device.kind, progress=_progress(report)
     )
     report("binding kernels")
     model = model_entry.model(
@@ -55,6 +53,20 @@ def load_model(
         num_positions=asked,
     )
     return model, resolved
+
+
+def _progress(report: Callable[[str], None]) -> Progress:
+    """Report each tenth of the weights once."""
+    last = 0
+
+    def progress(done: int, total: int, _name: str) -> None:
+        nonlocal last
+        tenth = 10 * done // max(1, total)
+        if tenth > last:
+            last = tenth
+            report(f"loading weights: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
+
+    return progress
 
 
 def find_architecture(folder: Path) -> ModelEntry:
