@@ -22,12 +22,17 @@ from rose.utils.errors import ConfigError
 FAKE = """
 import sys
 sys.path[:0] = [{tests!r}]
+import time
 from fakes.model import FakeModel
 from rose.config.engine import EngineConfig
 from rose.engine.engine import LLMEngine
 from rose.server.main import run
+class SlowModel(FakeModel):
+    def forward(self, *arguments):
+        time.sleep(0.01)
+        return super().forward(*arguments)
 config = EngineConfig(model="fake", device="cpu")
-sys.exit(run({address!r}, "fake", lambda report: LLMEngine.from_model(FakeModel(), config)))
+sys.exit(run({address!r}, "fake", lambda report: LLMEngine.from_model(SlowModel(), config)))
 """
 
 

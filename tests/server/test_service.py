@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 
 import pytest
 
@@ -18,6 +19,14 @@ from rose.protocol.event import EngineStatus, ErrorEvent, FinishedEvent, TokensE
 from rose.protocol.request import Abort, Request, StatusQuery
 from rose.protocol.sampling_params import SamplingParams
 from rose.server.service import EngineService
+
+
+class SlowModel(FakeModel):
+    """Slow enough that a request of hundreds of tokens still runs when a loaded machine gets to the test."""
+
+    def forward(self, token_ids_T, context):
+        time.sleep(0.005)
+        return super().forward(token_ids_T, context)
 
 
 class Service:
@@ -114,7 +123,7 @@ def test_the_service_says_that_it_is_ready_and_answers_queries():
 
 def test_refusals_and_aborts_are_answered():
     async def run():
-        async with _service() as service:
+        async with _service(SlowModel()) as service:
             await service.frontend.send(_request("long", [1] * 600, 1))
             [error] = [e for e in await service.events_until(_ends("long")) if _ends("long")(e)]
             assert error.code == "context_length_exceeded"
@@ -130,7 +139,7 @@ def test_refusals_and_aborts_are_answered():
 
 def test_a_stop_ends_running_requests_with_an_abort():
     async def run():
-        async with _service() as service:
+        async with _service(SlowModel()) as service:
             await service.frontend.send(_request("a", [1], 400))
             await service.events_until(lambda e: isinstance(e, TokensEvent))
             assert await service.stop() == 0
@@ -142,7 +151,7 @@ def test_a_stop_ends_running_requests_with_an_abort():
 
 
 def test_a_failing_step_answers_every_request_and_ends_the_service():
-    class Failing(FakeModel):
+    class Failing(SlowModel):
         is_failing = False
 
         def forward(self, token_ids_T, context):
@@ -173,7 +182,7 @@ def test_a_failing_step_answers_every_request_and_ends_the_service():
 
 def test_requests_of_a_frontend_that_is_gone_are_dropped():
     async def run():
-        async with _service() as service:
+        async with _service(SlowModel()) as service:
             await service.frontend.send(_request("a", [1], 500))
             await service.events_until(lambda e: isinstance(e, TokensEvent))
             service.frontend.close()
