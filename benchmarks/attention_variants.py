@@ -8,11 +8,13 @@ goes on with the next one. Needs torch and nvcc only.
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -44,9 +46,10 @@ CHECKS = [
 ] + [("window_of_50", RAGGED, 50, 64), ("window_of_1000", RAGGED, 1000, 64)]
 
 
-def libraries():
+def libraries(variant):
     """Return (for checks, for timing): the first traps where it would hang."""
-    return CudaLibrary(cuda_impl.SOURCE, defines=["ROSE_WATCHDOG"]), CudaLibrary(cuda_impl.SOURCE)
+    library = cuda_impl.variant_library
+    return library([variant], defines=["ROSE_WATCHDOG"]), library([variant])
 
 
 def launcher(library):
@@ -169,15 +172,15 @@ def host_us(launch, variant):
 
 
 def child(arguments):
-    checked, timed = (launcher(library) for library in libraries())
     for variant in arguments.variants:
+        checked, timed = (launcher(library) for library in libraries(variant))
         label = {"variant": variant, "what": cuda_impl.VARIANTS[variant]}
         report({**label, "status": "started"})
         problems = [] if arguments.no_check else check(checked, variant, arguments.seed)
         report({**label, "status": "wrong" if problems else "right", "problems": problems[:6]})
         if not problems:
             report({**label, "host_us": round(host_us(timed, variant), 2)})
-            time_all(label, lambda a, v=variant: call(timed, v, a), arguments.tokens, 1e9)
+            time_all(label, partial(call, timed, variant), arguments.tokens, 1e9)
         report({**label, "status": "done"})
     for name in arguments.also:
         (other,) = (i for i in registry.implementations("attention_prefill") if i.name == name)
@@ -188,9 +191,11 @@ def child(arguments):
 
 def parent(arguments, file):
     begin = time.perf_counter()
-    with ThreadPoolExecutor(2) as pool:
-        built = list(pool.map(CudaLibrary.build, libraries()))
-    warnings = [t for t in built[1].log.splitlines() if "Potential" in t or "C7508" in t]
+    wanted = [library for variant in arguments.variants for library in libraries(variant)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # of compilers, which are processes
+        built = list(pool.map(CudaLibrary.build, wanted))
+    lines = [line for b in built for line in b.log.splitlines()]
+    warnings = [t for t in lines if "Potential" in t or "C7508" in t]
     report({"build_s": round(time.perf_counter() - begin, 1), "warnings": warnings})
     left = list(arguments.variants)
     while left or arguments.also:

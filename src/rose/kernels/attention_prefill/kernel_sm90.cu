@@ -12,6 +12,10 @@
 #include "tma.cuh"
 #include "wgmma.cuh"
 
+#ifndef ROSE_VARIANTS
+#error "define ROSE_VARIANTS: bit v is set where variant v is to be compiled"
+#endif
+
 namespace {
 
 using namespace rose;
@@ -29,15 +33,42 @@ constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLazyLog2 = 8.0f;                 // lazy: probabilities may grow to 2^8 before a rescale
 
 // What may vary; every combination computes the same thing.
-template <int kWarpgroups_, int kTile_, int kStages_, bool kOverlap_, bool kPingPong_, int kPolynomial_, bool kLazy_>
+struct Options {
+  int warpgroups;  // consumers
+  int tile;        // keys of a tile
+  int stages;      // tiles of keys, and of values, in shared memory
+  bool overlap;    // the next scores are issued before this softmax is used
+  bool turns;      // warpgroups take turns at issuing products
+  int polynomial;  // of every 8 pairs of exponentials, how many avoid the MUFU
+  bool lazy;       // rescale only where a maximum grew by more than 2^8
+};
+
+// By number; VARIANTS in cuda_impl.py has the words. Compiled are those whose bit is set in ROSE_VARIANTS.
+constexpr Options kVariants[] = {
+    {2, 128, 2, false, false, 0, false},  // 0
+    {2, 128, 4, true, false, 0, false},   // 1
+    {2, 128, 4, true, true, 0, false},    // 2
+    {3, 128, 4, true, false, 0, false},   // 3
+    {3, 128, 4, true, true, 0, false},    // 4
+    {3, 128, 4, true, true, 2, false},    // 5
+    {3, 128, 4, true, true, 0, true},     // 6
+    {3, 128, 4, true, true, 2, true},     // 7
+    {3, 64, 6, true, false, 0, false},    // 8
+    {2, 192, 3, true, true, 0, false},    // 9
+    {2, 192, 3, true, true, 2, true},     // 10
+    {2, 64, 6, true, false, 0, false},    // 11
+};
+
+template <int kVariant>
 struct Config {
-  static constexpr int kWarpgroups = kWarpgroups_;  // consumers
-  static constexpr int kTile = kTile_;              // keys of a tile
-  static constexpr int kStages = kStages_;          // tiles of keys, and of values, in shared memory
-  static constexpr bool kOverlap = kOverlap_;       // the next scores are issued before this softmax is used
-  static constexpr bool kPingPong = kPingPong_;     // warpgroups take turns at issuing products
-  static constexpr int kPolynomial = kPolynomial_;  // of every 8 pairs of exponentials, how many avoid the MUFU
-  static constexpr bool kLazy = kLazy_;             // rescale only where a maximum grew by more than 2^8
+  static constexpr Options kOptions = kVariants[kVariant];
+  static constexpr int kWarpgroups = kOptions.warpgroups;
+  static constexpr int kTile = kOptions.tile;
+  static constexpr int kStages = kOptions.stages;
+  static constexpr bool kOverlap = kOptions.overlap;
+  static constexpr bool kPingPong = kOptions.turns;
+  static constexpr int kPolynomial = kOptions.polynomial;
+  static constexpr bool kLazy = kOptions.lazy;
 
   static constexpr int kThreads = (kWarpgroups + 1) * 128;
   static constexpr int kItemRows = kWarpgroups * kRows;
@@ -572,10 +603,24 @@ cudaError_t launch(const CUtensorMap& map_q, const CUtensorMap& map_kv, const Pa
   return cudaGetLastError();
 }
 
+// Variant kNumber or one after it.
+template <int kNumber = 0>
+cudaError_t launch_variant(int variant, const CUtensorMap& map_q, const CUtensorMap& map_kv, const Parameters& p,
+                           int num_blocks, cudaStream_t stream) {
+  if constexpr (kNumber == sizeof(kVariants) / sizeof(Options)) {
+    return cudaErrorInvalidValue;  // no such variant, or it was not compiled
+  } else {
+    if constexpr (uint64_t(ROSE_VARIANTS) >> kNumber & 1) {
+      if (variant == kNumber) return launch<Config<kNumber>>(map_q, map_kv, p, num_blocks, stream);
+    }
+    return launch_variant<kNumber + 1>(variant, map_q, map_kv, p, num_blocks, stream);
+  }
+}
+
 }  // namespace
 
 // Shapes and meaning: contract.py. `window` 0 is none; `q_stride` and `page_stride` are elements from one token, or
-// one sequence, to the next; `variant` is a row of the table below (VARIANTS in cuda_impl.py).
+// one sequence, to the next; `variant` is a row of kVariants.
 extern "C" int launch_attention_prefill(int variant, const void* q, int64_t q_stride, const void* kv, int64_t num_pages,
                                         const void* page_table, int page_stride, int page_columns,
                                         const void* query_starts, const void* lengths, const void* sinks, void* out,
@@ -619,20 +664,5 @@ extern "C" int launch_attention_prefill(int variant, const void* q, int64_t q_st
   p.section_heads = section_groups * (num_heads / num_groups);
   p.scale_log2 = scale * kLog2e;
   p.inverse_scale = 1.0f / scale;
-  switch (variant) {
-    //                             warpgroups tile stages overlap ping-pong polynomial lazy
-    case 0: return launch<Config<2, 128, 2, false, false, 0, false>>(map_q, map_kv, p, num_blocks, stream);
-    case 1: return launch<Config<2, 128, 4, true, false, 0, false>>(map_q, map_kv, p, num_blocks, stream);
-    case 2: return launch<Config<2, 128, 4, true, true, 0, false>>(map_q, map_kv, p, num_blocks, stream);
-    case 3: return launch<Config<3, 128, 4, true, false, 0, false>>(map_q, map_kv, p, num_blocks, stream);
-    case 4: return launch<Config<3, 128, 4, true, true, 0, false>>(map_q, map_kv, p, num_blocks, stream);
-    case 5: return launch<Config<3, 128, 4, true, true, 2, false>>(map_q, map_kv, p, num_blocks, stream);
-    case 6: return launch<Config<3, 128, 4, true, true, 0, true>>(map_q, map_kv, p, num_blocks, stream);
-    case 7: return launch<Config<3, 128, 4, true, true, 2, true>>(map_q, map_kv, p, num_blocks, stream);
-    case 8: return launch<Config<3, 64, 6, true, false, 0, false>>(map_q, map_kv, p, num_blocks, stream);
-    case 9: return launch<Config<2, 192, 3, true, true, 0, false>>(map_q, map_kv, p, num_blocks, stream);
-    case 10: return launch<Config<2, 192, 3, true, true, 2, true>>(map_q, map_kv, p, num_blocks, stream);
-    case 11: return launch<Config<2, 64, 6, true, false, 0, false>>(map_q, map_kv, p, num_blocks, stream);
-    default: return cudaErrorInvalidValue;
-  }
+  return launch_variant(variant, map_q, map_kv, p, num_blocks, stream);
 }
