@@ -37,8 +37,10 @@ class Entry:
 
 COMMANDS: dict[str, Entry] = {
     "serve": Entry("rose.cli.serve:serve", "Start the engine and the HTTP server for a model."),
+    "demo": Entry(
+        "rose.cli.demo:demo", "Serve, ask one question that takes a tool, show the cost."
+    ),
     "chat": Entry("rose.cli.chat:chat", "Talk to a running server from the terminal."),
-    "demo": Entry("rose.cli.demo:demo", "Start the embedded model and show one answer of it."),
     "harmony": Entry("rose.cli.harmony:harmony", "Render and parse the Harmony format on stdin."),
     "inspect": Entry("rose.cli.inspect:inspect", "Show what a checkpoint holds and needs."),
     "convert": Entry("rose.cli.convert:convert", "Convert a checkpoint to another format."),

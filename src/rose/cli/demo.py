@@ -1,0 +1,185 @@
+"""`rose demo`: both services on a model, a real chat request with a tool over HTTP, and what it cost.
+
+Everything that is printed as the model's was sampled just now. The tool is real too, though its weather is a
+made-up table of this file.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from rose.cli.chat import Conversation, ServerError
+
+DOLLARS_PER_HOUR = 3.0
+"""Rent of the machine, as the cost tables take it for one H200."""
+START_SECONDS = 120.0
+WEATHER_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the current weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "description": "Name of the city"}},
+            "required": ["city"],
+        },
+    },
+}
+WEATHER = {
+    "Paris": {"degrees": 21, "sky": "sunny"},
+    "Oslo": {"degrees": -3, "sky": "snowy"},
+    "Lima": {"degrees": 18, "sky": "foggy"},
+}
+
+
+@click.command()
+@click.argument("model", required=False)
+@click.option("--question", default="What is the weather in Paris?", show_default=True)
+@click.option("--temperature", default=0.0, show_default=True, help="0 is greedy.")
+def demo(model: str | None, question: str, temperature: float) -> None:
+    """Start a server on MODEL (the embedded one without it), ask it something that takes a tool, and stop it."""
+    import httpx
+
+    begin = time.perf_counter()
+    with running_server(model) as url, httpx.Client(base_url=url, timeout=300) as http:
+        click.secho(f"server ready in {time.perf_counter() - begin:.1f} s at {url}", fg="green")
+        talk = TimedConversation(
+            http,
+            model=None,
+            tools=[WEATHER_TOOL],
+            options={
+                "no_reasoning": False,
+                "effort": None,
+                "temperature": temperature,
+                "max_tokens": 400,
+                "seed": 1,
+            },
+        )
+        click.secho(f"user> {question}", bold=True)
+        reply = talk.ask({"role": "user", "content": question})
+        for _ in range(4):
+            if not reply.get("tool_calls"):
+                break
+            reply = talk.ask(*(_result(call) for call in reply["tool_calls"]))
+        talk.report()
+    if not reply.get("content"):
+        raise ServerError(
+            "the conversation ended without a final answer; the model wrote the lines above; "
+            "ask with another --question or --temperature"
+        )
+
+
+class TimedConversation(Conversation):
+    """A conversation that remembers when its tokens came."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._body["stream_options"] = {"include_usage": True}
+        self.first_token_s: list[float] = []
+        self.decode_s = 0.0
+        self.total_s = 0.0
+        self.num_prompt_tokens = self.num_output_tokens = 0
+
+    def _stream(self) -> Iterator[dict[str, Any]]:
+        begin = first = time.perf_counter()
+        seen = False
+        for chunk in super()._stream():
+            if not seen and any(_has_text(c["delta"]) for c in chunk["choices"]):
+                seen, first = True, time.perf_counter()
+                self.first_token_s.append(first - begin)
+            if chunk.get("usage"):
+                self.num_prompt_tokens += chunk["usage"]["prompt_tokens"]
+                self.num_output_tokens += chunk["usage"]["completion_tokens"]
+            yield chunk
+        self.decode_s += time.perf_counter() - first
+        self.total_s += time.perf_counter() - begin
+
+    def report(self) -> None:
+        """Print time to first token, rate and cost."""
+        rate = self.num_output_tokens / self.decode_s if self.decode_s else 0.0
+        cost = self.total_s / 3600 * DOLLARS_PER_HOUR / max(1, self.num_output_tokens) * 1e6
+        first = " and ".join(f"{s * 1e3:.0f}" for s in self.first_token_s)
+        click.secho(
+            f"{self.num_prompt_tokens} prompt tokens, {self.num_output_tokens} output tokens; "
+            f"first text after {first} ms; {rate:.0f} tokens/s; "
+            f"${cost:.2f} per million output tokens at ${DOLLARS_PER_HOUR:.2f} an hour, one user",
+            fg="green",
+        )
+
+
+@contextmanager
+def running_server(model: str | None) -> Iterator[str]:
+    """Run `rose serve` as a child until the block ends; yield its address once it is ready.
+
+    Raises  ServerError with the end of its log when it ends or is not ready in time.
+    """
+    import tempfile
+
+    port = _free_port()
+    command = [sys.executable, "-m", "rose.cli.main", "serve", *([model] if model else [])]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            [*command, "--port", str(port), "--log-level", "WARNING"], stdout=log, stderr=log
+        )
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait_ready(url, process, log)
+            yield url
+        finally:
+            process.terminate()
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _wait_ready(url: str, process: subprocess.Popen, log: Any) -> None:
+    import httpx
+
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            if httpx.get(f"{url}/ready").status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.1)
+    log.seek(0)
+    said = "\n".join(log.read().splitlines()[-15:])
+    found = "is still not ready" if process.poll() is None else f"ended with {process.returncode}"
+    raise ServerError(
+        f"the server {found} after {START_SECONDS:.0f} s at most; its last lines:\n{said}"
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _result(call: dict[str, Any]) -> dict[str, Any]:
+    """Run the tool; a city it does not know, or arguments that are no JSON, are told to the model."""
+    try:
+        city = json.loads(call["function"]["arguments"])["city"]
+        found: Any = WEATHER.get(
+            city, {"error": f"no weather for {city}; known: {', '.join(WEATHER)}"}
+        )
+    except (ValueError, KeyError, TypeError):
+        found = {"error": "arguments must be a JSON object with city"}
+    text = json.dumps(found, separators=(",", ":"))
+    click.secho(f"tool> {text}", fg="magenta")
+    return {"role": "tool", "tool_call_id": call["id"], "content": text}
+
+
+def _has_text(delta: dict[str, Any]) -> bool:
+    return any(delta.get(k) for k in ("content", "reasoning", "reasoning_content", "tool_calls"))
