@@ -1,0 +1,125 @@
+"""`rose chat` shows answers as they come and plays the person's part in a tool loop."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+
+from rose.cli.chat import Conversation, ServerError, _read_tools
+
+OPTIONS = {
+    "no_reasoning": False,
+    "effort": "low",
+    "temperature": None,
+    "max_tokens": 5,
+    "seed": None,
+}
+
+
+def _sse(*deltas, finish="stop"):
+    chunks = [
+        {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas
+    ]
+    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]})
+    return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+
+
+def _call(index, name, *arguments):
+    first = {
+        "index": index,
+        "id": f"c{index}",
+        "type": "function",
+        "function": {"name": name, "arguments": ""},
+    }
+    rest = [{"index": index, "function": {"arguments": text}} for text in arguments]
+    return [{"tool_calls": [piece]} for piece in (first, *rest)]
+
+
+@pytest.fixture
+def talk():
+    """Return a function that makes a conversation with a server of canned answers, and its requests."""
+
+    def talk(*answers, options=OPTIONS, status=200):
+        sent = []
+        left = list(answers)
+
+        def handle(request):
+            if request.url.path == "/v1/models":
+                return httpx.Response(200, json={"data": [{"id": "m"}]})
+            sent.append(json.loads(request.content))
+            return httpx.Response(status, text=left.pop(0))
+
+        http = httpx.Client(transport=httpx.MockTransport(handle), base_url="http://rose")
+        return Conversation(http, model=None, tools=None, options=options), sent
+
+    return talk
+
+
+def test_pieces_are_shown_and_remembered(talk, capsys):
+    answer = _sse(
+        {"role": "assistant", "content": ""},
+        {"reasoning": "hm"},
+        {"content": "Hel"},
+        {"content": "lo"},
+    )
+    conversation, sent = talk(answer, answer)
+    reply = conversation.ask({"role": "user", "content": "Hi"})
+    assert reply == {"role": "assistant", "content": "Hello", "reasoning": "hm"}
+    assert "hm" in capsys.readouterr().out
+    conversation.ask({"role": "user", "content": "again"})
+    assert [m["role"] for m in sent[1]["messages"]] == ["user", "assistant", "user"]
+    assert sent[0]["model"] == "m"
+    assert (sent[0]["reasoning_effort"], sent[0]["max_completion_tokens"]) == ("low", 5)
+    assert "temperature" not in sent[0]
+
+
+def test_reasoning_can_be_hidden(talk, capsys):
+    conversation, _ = talk(
+        _sse({"reasoning": "secret"}, {"content": "x"}), options={**OPTIONS, "no_reasoning": True}
+    )
+    conversation.ask({"role": "user", "content": "Hi"})
+    assert "secret" not in capsys.readouterr().out
+
+
+def test_calls_are_shown_and_their_results_sent(talk, capsys, monkeypatch):
+    calling = _sse(*_call(0, "f", '{"a":', "1}"), *_call(1, "g", "{}"), finish="tool_calls")
+    conversation, sent = talk(calling, _sse({"content": "done"}))
+    reply = conversation.ask({"role": "user", "content": "Hi"})
+    assert 'f {"a":1}' in capsys.readouterr().out
+    monkeypatch.setattr("click.prompt", lambda text, default="": f"answer to {text}")
+    last = conversation.answer_calls(reply["tool_calls"])
+    assert last["content"] == "done"
+    results = sent[1]["messages"][-2:]
+    assert [r["tool_call_id"] for r in results] == ["c0", "c1"]
+    assert results[0]["content"] == "answer to result of f"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "part"),
+    [
+        ('{"error": {"message": "queue full"}}', 503, "queue full (status 503)"),
+        ("<html>", 502, "the server answered with status 502"),
+        (
+            'data: {"error": {"message": "device lost"}}\n\ndata: [DONE]\n\n',
+            200,
+            "cut off: device lost",
+        ),
+    ],
+)
+def test_what_went_wrong_is_said(talk, body, status, part):
+    conversation, _ = talk(body, status=status)
+    with pytest.raises(ServerError) as caught:
+        conversation.ask({"role": "user", "content": "Hi"})
+    assert part in str(caught.value)
+
+
+def test_tools_come_from_a_json_list(tmp_path):
+    path = tmp_path / "tools.json"
+    path.write_text('[{"type": "function"}]')
+    assert _read_tools(path) == [{"type": "function"}]
+    for wrong in ("{", "{}"):
+        path.write_text(wrong)
+        with pytest.raises(ServerError):
+            _read_tools(path)

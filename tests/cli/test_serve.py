@@ -1,0 +1,117 @@
+"""`rose serve` builds both trees from its options and says what is wrong before it starts anything."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rose.cli import main as cli_main
+from rose.cli import serve as cli_serve
+from rose.cli.options import parameter_name
+from rose.config import cli as config_cli
+from rose.config.engine import EngineConfig
+from rose.frontend.config import FrontendConfig
+from rose.utils.errors import ConfigError
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Run command lines without starting processes; return what would have been started."""
+    found = []
+
+    def run(launch, config):
+        found.append((launch, config))
+        return 0
+
+    monkeypatch.setattr(cli_serve, "run", run)
+
+    def start(*arguments):
+        assert cli_main.run(["serve", *map(str, arguments)]) == 0
+        return found[-1]
+
+    return start
+
+
+def test_the_two_trees_share_no_option():
+    flags = [f for o in config_cli.options(FrontendConfig, EngineConfig) for f in o.flags]
+    names = [parameter_name(o.path) for o in config_cli.options(FrontendConfig, EngineConfig)]
+    assert len(set(flags)) == len(flags)
+    assert len(set(names)) == len(names)
+
+
+def test_options_reach_both_trees(launched, tmp_path):
+    options = (
+        "--page_tokens",
+        32,
+        "--scheduler.max-sequences",
+        4,
+        "--no-use-graphs",
+        "--only",
+        "gemm=torch",
+    )
+    launch, config = launched(
+        tmp_path, *options, "--port", 0, "--served-model-name", "a", "--served-model-name", "b"
+    )
+    command = launch.command("ipc:///tmp/x", tmp_path)
+    engine = json.loads(next(word for word in command if word.startswith("{")))
+    assert (engine["cache"]["page_tokens"], engine["scheduler"]["max_sequences"]) == (32, 4)
+    assert engine["use_graphs"] is False
+    assert engine["kernels"]["only"] == {"gemm": "torch"}
+    assert engine["model"] == str(tmp_path)
+    assert config.port == 0
+    assert launch.model_names == ("a", "b")
+
+
+def test_a_model_is_called_as_its_folder(launched, tmp_path):
+    folder = tmp_path / "gpt-oss-20b"
+    folder.mkdir()
+    launch, _ = launched(folder)
+    assert launch.model_names == ("gpt-oss-20b",)
+
+
+def test_a_script_needs_no_model(launched, tmp_path):
+    script = tmp_path / "s.jsonl"
+    script.write_text('{"tokens": [1, 2]}\n')
+    launch, _ = launched("--scripted", script, "--context-tokens", 99)
+    command = launch.command("ipc:///tmp/x", tmp_path)
+    assert command[1:3] == ["-m", "rose.server.scripted"]
+    written = json.loads((tmp_path / "script.json").read_text())
+    assert written["address"] == "ipc:///tmp/x"
+    assert written["context_tokens"] == 99
+    assert written["lines"][0]["tokens"] == [1, 2]
+    assert launch.model_names == ("scripted",)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["no-such-folder"], ["no-such-folder", "found nothing"]),
+        (["--page-tokens", "3", "--port", "99999"], ["page_tokens=3", "port=99999"]),
+        (["--log-level", "LOUD"], ["LOUD", "DEBUG"]),
+        (["--conversation-date", "yesterday"], ["conversation_date='yesterday'"]),
+        (["--port", "abc"], ["--port"]),
+        (["--only", "gemm"], ["NAME=VALUE"]),
+        (["--page-token", "3"], ["--page-tokens"]),
+        (["--scripted", "no-such-file"], ["no-such-file"]),
+    ],
+)
+def test_mistakes_are_said_before_anything_starts(arguments, parts, capsys):
+    assert cli_main.run(["serve", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert all(part in error for part in parts), error
+    assert "Traceback" not in error
+
+
+def test_engine_options_are_refused_for_a_script(tmp_path, capsys):
+    script = tmp_path / "s.jsonl"
+    script.write_text('{"tokens": [1]}\n')
+    assert cli_main.run(["serve", "--scripted", str(script), "--page-tokens", "32"]) == 2
+    assert "--cache.page-tokens" in capsys.readouterr().err
+
+
+def test_without_an_embedded_model_a_folder_is_asked_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(cli_serve, "EMBEDDED_MODEL", tmp_path / "none")
+    with pytest.raises(ConfigError, match="give the folder"):
+        cli_serve.model_launch(None, {}, FrontendConfig(), log_level="INFO")
