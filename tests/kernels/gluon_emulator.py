@@ -66,8 +66,15 @@ class Pointer:
         return Pointer(self.tensor, self.offset + offset)
 
 
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all elements from the first of `tensor` to the end of its storage, whatever its strides."""
+    first = tensor.storage_offset()
+    count = tensor.untyped_storage().nbytes() // tensor.element_size() - first
+    return tensor.as_strided((count,), (1,), first)
+
+
 def _load(pointer: Pointer, mask: Any = None, other: Any = 0, **_: Any) -> Value:
-    flat = pointer.tensor.reshape(-1)
+    flat = _memory(pointer.tensor)
     offset = np.asarray(pointer.offset)
     mask = np.broadcast_to(True if mask is None else np.asarray(mask), offset.shape)
     inside = offset[mask]
@@ -81,7 +88,7 @@ def _store(pointer: Pointer, value: Any, mask: Any = None) -> None:
     offset = np.asarray(pointer.offset)
     value, offset = np.broadcast_arrays(np.asarray(value), offset)
     mask = np.broadcast_to(True if mask is None else np.asarray(mask), offset.shape)
-    flat = pointer.tensor.view(-1)
+    flat = _memory(pointer.tensor)
     where = offset[mask]
     assert ((where >= 0) & (where < flat.numel())).all(), "a store leaves its tensor"
     flat[torch.from_numpy(where.astype(np.int64))] = torch.from_numpy(
@@ -166,3 +173,27 @@ class _Lazy:
 
     def __call__(self, *arguments: Any, **constants: Any) -> Any:
         return _evaluate(self.kernel, self.gl, self.replace)(*arguments, **constants)
+
+
+class Launcher:
+    """Stands for a kernel in `kernel[grid](...)`."""
+
+    def __init__(
+        self, kernel: JITFunction, replace: dict[str, Callable[..., Any]] | None = None
+    ) -> None:
+        self.kernel, self.replace = kernel, replace
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def call(
+            *arguments: Any,
+            num_warps: int = 4,
+            maxnreg: int | None = None,
+            launch_pdl: bool = False,
+            **constants: Any,
+        ) -> None:
+            run(
+                self.kernel, grid, *arguments,
+                replace=self.replace, num_warps=num_warps, **constants,
+            )  # fmt: skip
+
+        return call

@@ -40,22 +40,14 @@ def unpack(words: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, ...]:
     return (*low, *high)
 
 
-class _Launcher:
-    """Stands for `kernel[grid](...)`."""
+class _Plain:
+    """Stands for a Triton kernel in `kernel[grid](...)` by a function with its meaning."""
 
-    def __init__(self, kernel, sequential) -> None:
-        self.kernel, self.sequential = kernel, sequential
+    def __init__(self, function) -> None:
+        self.function = function
 
     def __getitem__(self, grid):
-        def call(*arguments, num_warps=4, maxnreg=None, launch_pdl=False, **constants):
-            if self.sequential is not None:
-                return self.sequential(*arguments, **constants)
-            return emulator.run(
-                self.kernel, grid, *arguments,
-                replace={"unpack": unpack}, num_warps=num_warps, **constants,
-            )  # fmt: skip
-
-        return call
+        return self.function
 
 
 def _sort(ids, order, starts, num_pairs, *, EXPERTS, PAIRS, PDL):
@@ -75,9 +67,11 @@ def _combine(y, ids, weights, out, *, K, OUT, BLOCK, PDL):
 @pytest.fixture
 def on_cpu(monkeypatch):
     for name in ("gate_up_kernel", "down_kernel", "down_combine_kernel"):
-        monkeypatch.setattr(device, name, _Launcher(getattr(device, name), None))
-    monkeypatch.setattr(impl, "sort_pairs_kernel", _Launcher(None, _sort))
-    monkeypatch.setattr(impl, "combine_kernel", _Launcher(None, _combine))
+        monkeypatch.setattr(
+            device, name, emulator.Launcher(getattr(device, name), {"unpack": unpack})
+        )
+    monkeypatch.setattr(impl, "sort_pairs_kernel", _Plain(_sort))
+    monkeypatch.setattr(impl, "combine_kernel", _Plain(_combine))
 
 
 def _check(case, shape) -> None:
