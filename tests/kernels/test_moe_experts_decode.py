@@ -46,11 +46,11 @@ class _Plain:
     def __init__(self, function) -> None:
         self.function = function
 
-    def __getitem__(self, grid):
+    def __getitem__(self, _grid):
         return self.function
 
 
-def _sort(ids, order, starts, num_pairs, *, EXPERTS, PAIRS, PDL):
+def _sort(ids, order, starts, num_pairs, *, EXPERTS, PAIRS, PDL, **_):
     flat = ids.reshape(-1)
     found = [torch.nonzero(flat == e).flatten() for e in range(EXPERTS)]
     listed = torch.cat(found).int()
@@ -58,7 +58,7 @@ def _sort(ids, order, starts, num_pairs, *, EXPERTS, PAIRS, PDL):
     starts.copy_(torch.tensor([0, *np.cumsum([len(f) for f in found])]))
 
 
-def _combine(y, ids, weights, out, *, K, OUT, BLOCK, PDL):
+def _combine(y, ids, weights, out, *, K, OUT, BLOCK, PDL, **_):
     here = (ids >= 0).unsqueeze(-1)
     y_TKD = torch.where(here, y.view(*ids.shape, OUT), 0.0)
     out.copy_((y_TKD * weights.float().unsqueeze(-1)).sum(1))

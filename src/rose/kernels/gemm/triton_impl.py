@@ -101,9 +101,7 @@ def _kernel(
         if IS_FP8:
             # BLOCK_N and BLOCK_K divide 128, so one scale covers the whole tile.
             scales_per_row: tl.constexpr = (K + 127) // 128
-            scale = tl.load(
-                scale_ptr + tile * BLOCK_N // 128 * scales_per_row + offset // 128
-            )
+            scale = tl.load(scale_ptr + tile * BLOCK_N // 128 * scales_per_row + offset // 128)
             if SWAPPED:
                 acc += tl.dot(w, x.T, input_precision="ieee") * scale
             else:

@@ -101,13 +101,14 @@ def _load_weights(w_ptr, s_ptr, w_offsets, s_offsets, block_w, block_s, step, BL
 def stream(
     w_ptr, s_ptr, x_ptr, w_rows, x_rows, is_x,
     GROUPS: gl.constexpr, SPLITS: gl.constexpr, WARPS_M: gl.constexpr, ROWS: gl.constexpr,
-    TOKENS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
+    TOKENS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, WAIT: gl.constexpr,
 ):  # fmt: skip
     """Multiply weight rows by activations: returns float32 [GROUPS, ROWS, TOKENS], times 2^-64.
 
     w_rows  row numbers [GROUPS, ROWS, 1];  x_rows, is_x  row numbers and mask [GROUPS, TOKENS, 1]
     Group g takes part g % SPLITS of the columns, interleaved by steps of 128; parts are not yet added.
-    STAGES steps of weights are in flight in registers.
+    STAGES steps of weights are in flight in registers. WAIT: activations come from the kernel before, which
+    may still run while the first weights load (programmatic dependent launch).
     """
     BLOCKS: gl.constexpr = COLUMNS // 32
     STEPS: gl.constexpr = (BLOCKS + 4 * SPLITS - 1) // (4 * SPLITS)
@@ -142,6 +143,9 @@ def stream(
         )
         words = words + (w,)
         scales = scales + (s,)
+    if WAIT:
+        gdc_wait()
+        gdc_launch_dependents()
     for first in range(0, STEPS, STAGES):
         later_words = ()
         later_scales = ()
@@ -257,7 +261,7 @@ def gate_up_kernel(
             acc = stream(
                 w_ptr, s_ptr, x_ptr, expert * (2 * INNER) + tile_rows,
                 gl.where(pair >= 0, pair, 0) // K, pair >= 0,
-                SPLITS, SPLITS, WARPS_M, 2 * C, TOKENS, COLUMNS, STAGES,
+                SPLITS, SPLITS, WARPS_M, 2 * C, TOKENS, COLUMNS, STAGES, False,
             )  # fmt: skip
             u = gl.sum(acc, axis=0) * CODE_SCALE
             gate, up = gl.split(u.reshape([2, C, TOKENS]).permute([1, 2, 0]))
@@ -284,14 +288,15 @@ def down_kernel(
     TOKENS: gl.constexpr, SPLITS: gl.constexpr, WARPS_M: gl.constexpr, ROWS: gl.constexpr,
     STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Write y[pair, row] = act W2^T + b2 in float32. Grid: OUT / ROWS, slots."""
+    """Write y[pair, row] = act W2^T + b2 in float32. Grid: OUT / ROWS, slots.
+
+    HAZARD: ids are read before the wait. That is safe because gate_up_kernel lets this one start only after
+    it has itself waited for the router.
+    """
     LS: gl.constexpr = gl.SliceLayout(3, weight_layout(SPLITS, WARPS_M, ROWS))
     LT: gl.constexpr = gl.SliceLayout(3, token_layout(SPLITS, WARPS_M, TOKENS))
     LE: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [1, SPLITS * WARPS_M], [0, 1])
     tile, slot = gl.program_id(0), gl.program_id(1)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     m = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, LS)))[None, :, None]
     row = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LE))
     first = 0
@@ -304,13 +309,15 @@ def down_kernel(
             acc = stream(
                 w_ptr, s_ptr, act_ptr, expert * OUT + tile * ROWS + m,
                 gl.where(pair >= 0, pair, 0), pair >= 0,
-                SPLITS, SPLITS, WARPS_M, ROWS, TOKENS, COLUMNS, STAGES,
+                SPLITS, SPLITS, WARPS_M, ROWS, TOKENS, COLUMNS, STAGES, PDL,
             )  # fmt: skip
             y = gl.convert_layout(gl.sum(acc, axis=0) * CODE_SCALE, LE)
             y += gl.load(bias_ptr + expert * OUT + row).to(gl.float32)[:, None]
             target = gl.convert_layout(pair.reshape([TOKENS]), gl.SliceLayout(0, LE))[None, :]
             gl.store(y_ptr + target * OUT + row[:, None], y, mask=target + row[:, None] * 0 >= 0)
         first += TOKENS
+    if PDL:
+        gdc_wait()  # also without work: to end means that the kernel before has ended
 
 
 @gluon.jit
@@ -329,9 +336,6 @@ def down_combine_kernel(
     LE: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 16, 2], [1, 1, G], [1, 2, 0])
     L2: gl.constexpr = gl.SliceLayout(0, LE)
     tile, token = gl.program_id(0), gl.program_id(1)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     k_s = gl.arange(0, G, layout=gl.SliceLayout(1, gl.SliceLayout(2, LS))) // SPLITS
     k_t = gl.arange(0, G, layout=gl.SliceLayout(1, gl.SliceLayout(2, LT))) // SPLITS
     expert_s = gl.load(ids_ptr + token * K + k_s)
@@ -342,7 +346,7 @@ def down_combine_kernel(
     x_rows = (token * K + k_t)[:, None, None] + n * 0
     acc = stream(
         w_ptr, s_ptr, act_ptr, w_rows, x_rows, is_here_t & (n == 0),
-        G, SPLITS, 1, 16, 8, COLUMNS, STAGES,
+        G, SPLITS, 1, 16, 8, COLUMNS, STAGES, PDL,
     )  # fmt: skip
     y = gl.sum(acc.reshape([K, SPLITS, 16, 8]), axis=1)
     y = gl.convert_layout(y, LE) * CODE_SCALE

@@ -104,56 +104,121 @@ def launch(
     out_TD: Tensor,
 ) -> None:
     """Run with a given launch shape; `choose` has the ones in use."""
-    num_tokens, hidden = x_TD.shape
-    num_experts, _, inner = weights.down.shape
-    chosen = expert_ids_TK.shape[1]
-    num_pairs = num_tokens * chosen
-    empty = x_TD.new_empty
-    common: dict[str, Any] = {"launch_pdl": True} if shape.is_dependent else {}
-    order, starts = expert_ids_TK, expert_ids_TK
-    if shape.mode == SORTED:
-        order = empty(num_pairs, dtype=torch.int32)
-        starts = empty(num_experts + 1, dtype=torch.int32)
-        sort_pairs_kernel[(num_experts,)](
-            expert_ids_TK, order, starts, num_pairs,
-            EXPERTS=num_experts, PAIRS=next_power_of_two(num_pairs), PDL=shape.is_dependent, **common,
-        )  # fmt: skip
-    is_by_pair = shape.mode in (BY_PAIR, BY_LEADER)
-    slots = num_pairs if is_by_pair else num_experts
-    # LIMIT: ids are scanned in up to 64 pairs; SORTED has no such bound.
-    pairs = next_power_of_two(num_pairs) if shape.mode in (BY_LEADER, BY_EXPERT) else 1
-    act_PI = empty(num_pairs, inner)
-    up, down = shape.up, shape.down
-    device.gate_up_kernel[(inner // (16 * up.warps_m), slots)](
-        x_TD, expert_ids_TK, order, starts,
-        _ints(weights.gate_up.values), weights.gate_up.scales, weights.gate_up_bias_EF,
-        act_PI, num_pairs, swiglu_alpha, swiglu_limit,
-        K=chosen, INNER=inner, COLUMNS=hidden, MODE=shape.mode, PAIRS=pairs, TOKENS=shape.tokens,
-        SPLITS=up.splits, WARPS_M=up.warps_m, STAGES=up.stages, PDL=shape.is_dependent,
-        num_warps=up.splits * up.warps_m, maxnreg=up.max_registers, **common,
-    )  # fmt: skip
+    work = list_work(shape, expert_ids_TK, weights.down.shape[0])
+    act_PI = x_TD.new_empty(work.num_pairs, weights.down.shape[2])
+    gate_up(work, x_TD, weights, act_PI, alpha=swiglu_alpha, limit=swiglu_limit)
     if shape.is_fused:
-        device.down_combine_kernel[(hidden // 16, num_tokens)](
-            act_PI, expert_ids_TK, expert_weights_TK,
-            _ints(weights.down.values), weights.down.scales, weights.down_bias_ED, out_TD,
-            K=chosen, OUT=hidden, COLUMNS=inner, SPLITS=down.splits, STAGES=down.stages,
-            PDL=shape.is_dependent, num_warps=chosen * down.splits, maxnreg=down.max_registers,
-            **common,
-        )  # fmt: skip
+        down_and_sum(work, act_PI, expert_weights_TK, weights, out_TD)
         return
-    y_PD = empty(num_pairs, hidden, dtype=torch.float32)
-    rows = down.warps_m * down.rows_per_warp
-    device.down_kernel[(hidden // rows, slots)](
-        act_PI, expert_ids_TK, order, starts,
-        _ints(weights.down.values), weights.down.scales, weights.down_bias_ED, y_PD, num_pairs,
-        OUT=hidden, COLUMNS=inner, MODE=shape.mode, PAIRS=pairs, TOKENS=shape.tokens,
-        SPLITS=down.splits, WARPS_M=down.warps_m, ROWS=rows, STAGES=down.stages,
-        PDL=shape.is_dependent, num_warps=down.splits * down.warps_m, maxnreg=down.max_registers,
-        **common,
+    y_PD = x_TD.new_empty(work.num_pairs, x_TD.shape[1], dtype=torch.float32)
+    down(work, act_PI, weights, y_PD)
+    add_up(work, y_PD, expert_weights_TK, out_TD)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """How the pairs of one call are shared out."""
+
+    shape: Launch
+    ids_TK: Tensor
+    order_P: Tensor
+    """Pairs by expert, if sorted."""
+    starts_E1: Tensor
+
+    @property
+    def num_pairs(self) -> int:
+        """Tokens times choices."""
+        return self.ids_TK.numel()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Launch options of every kernel."""
+        return {"launch_pdl": True} if self.shape.is_dependent else {}
+
+    def slots(self, num_experts: int) -> int:
+        """Programs along the second axis of the grid."""
+        return self.num_pairs if self.shape.mode in (BY_PAIR, BY_LEADER) else num_experts
+
+    def constants(self) -> dict[str, Any]:
+        """Constants of both matrix kernels."""
+        # LIMIT: a program unrolls its scan of the ids; SORTED has no such bound.
+        is_scanned = self.shape.mode in (BY_LEADER, BY_EXPERT)
+        return {
+            "MODE": self.shape.mode,
+            "PAIRS": next_power_of_two(self.num_pairs) if is_scanned else 1,
+            "TOKENS": self.shape.tokens,
+            "PDL": self.shape.is_dependent,
+        }
+
+
+def list_work(shape: Launch, ids_TK: Tensor, num_experts: int) -> Work:
+    """List the pairs of each expert, where the launch shape asks for it."""
+    if shape.mode != SORTED:
+        return Work(shape=shape, ids_TK=ids_TK, order_P=ids_TK, starts_E1=ids_TK)
+    order_P = ids_TK.new_empty(ids_TK.numel())
+    starts_E1 = ids_TK.new_empty(num_experts + 1)
+    work = Work(shape=shape, ids_TK=ids_TK, order_P=order_P, starts_E1=starts_E1)
+    sort_pairs_kernel[(num_experts,)](
+        ids_TK, order_P, starts_E1, work.num_pairs,
+        EXPERTS=num_experts, PAIRS=next_power_of_two(work.num_pairs), PDL=shape.is_dependent,
+        **work.options,
     )  # fmt: skip
+    return work
+
+
+def gate_up(
+    work: Work, x_TD: Tensor, weights: ExpertWeights, act_PI: Tensor, *, alpha: float, limit: float
+) -> None:
+    """Write the SwiGLU of every pair."""
+    tile = work.shape.up
+    num_experts, hidden, inner = weights.down.shape
+    device.gate_up_kernel[(inner // (16 * tile.warps_m), work.slots(num_experts))](
+        x_TD, work.ids_TK, work.order_P, work.starts_E1,
+        _ints(weights.gate_up.values), weights.gate_up.scales, weights.gate_up_bias_EF,
+        act_PI, work.num_pairs, alpha, limit,
+        K=work.ids_TK.shape[1], INNER=inner, COLUMNS=hidden, SPLITS=tile.splits,
+        WARPS_M=tile.warps_m, STAGES=tile.stages, num_warps=tile.splits * tile.warps_m,
+        maxnreg=tile.max_registers, **work.constants(), **work.options,
+    )  # fmt: skip
+
+
+def down(work: Work, act_PI: Tensor, weights: ExpertWeights, y_PD: Tensor) -> None:
+    """Write the expert's output of every pair, not yet weighted."""
+    tile = work.shape.down
+    num_experts, hidden, inner = weights.down.shape
+    rows = tile.warps_m * tile.rows_per_warp
+    device.down_kernel[(hidden // rows, work.slots(num_experts))](
+        act_PI, work.ids_TK, work.order_P, work.starts_E1,
+        _ints(weights.down.values), weights.down.scales, weights.down_bias_ED, y_PD, work.num_pairs,
+        OUT=hidden, COLUMNS=inner, SPLITS=tile.splits, WARPS_M=tile.warps_m, ROWS=rows,
+        STAGES=tile.stages, num_warps=tile.splits * tile.warps_m, maxnreg=tile.max_registers,
+        **work.constants(), **work.options,
+    )  # fmt: skip
+
+
+def down_and_sum(
+    work: Work, act_PI: Tensor, weights_TK: Tensor, weights: ExpertWeights, out_TD: Tensor
+) -> None:
+    """Write the weighted sum over the experts of each token, straight from the SwiGLU."""
+    tile = work.shape.down
+    _, hidden, inner = weights.down.shape
+    num_tokens, chosen = work.ids_TK.shape
+    device.down_combine_kernel[(hidden // 16, num_tokens)](
+        act_PI, work.ids_TK, weights_TK,
+        _ints(weights.down.values), weights.down.scales, weights.down_bias_ED, out_TD,
+        K=chosen, OUT=hidden, COLUMNS=inner, SPLITS=tile.splits, STAGES=tile.stages,
+        PDL=work.shape.is_dependent, num_warps=chosen * tile.splits, maxnreg=tile.max_registers,
+        **work.options,
+    )  # fmt: skip
+
+
+def add_up(work: Work, y_PD: Tensor, weights_TK: Tensor, out_TD: Tensor) -> None:
+    """Add up the experts of each token, weighted, the first choice first."""
+    num_tokens, hidden = out_TD.shape
     combine_kernel[(ceil_div(hidden, _COMBINE_BLOCK), num_tokens)](
-        y_PD, expert_ids_TK, expert_weights_TK, out_TD,
-        K=chosen, OUT=hidden, BLOCK=_COMBINE_BLOCK, PDL=shape.is_dependent, **common,
+        y_PD, work.ids_TK, weights_TK, out_TD,
+        K=work.ids_TK.shape[1], OUT=hidden, BLOCK=_COMBINE_BLOCK, PDL=work.shape.is_dependent,
+        **work.options,
     )  # fmt: skip
 
 
