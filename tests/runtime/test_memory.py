@@ -87,3 +87,8 @@ def test_window_pages_suffice_for_every_sequence_and_the_chunks_of_a_step():
     layout = CacheLayout.of(published("20b"), CacheConfig(), kv_format="bf16")
     assert window_pages(layout, scheduler, 10_000) == 8 * 3 + 1024 // 64 + 8
     assert window_pages(layout, scheduler, 20) == 20
+
+
+def test_a_cache_larger_than_the_device_is_refused():
+    with pytest.raises(ConfigError, match=r"kv_tokens=9000000 needs .* GiB; the device has 140.40"):
+        _plan(cache={"kv_tokens": 9_000_000})

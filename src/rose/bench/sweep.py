@@ -17,6 +17,7 @@ from rose.engine.engine import LLMEngine
 from rose.protocol.event import ErrorEvent, FinishedEvent, TokensEvent
 from rose.protocol.request import Request
 from rose.protocol.sampling_params import SamplingParams
+from rose.utils.math import ceil_div
 
 DECODE_STEPS = 96
 
@@ -61,8 +62,10 @@ def decode_milliseconds(
     engine: LLMEngine, prompts: PromptSource, batch: int, context: int
 ) -> list[float]:
     """Return the mean step time of each quarter of `DECODE_STEPS` steps with the whole batch decoding."""
-    # The first sequences decode while the last are still prefilled; they may not end before the timing does.
-    spare = 64 + 4 * batch
+    # The first sequences decode while the last are still prefilled, one token per step of that; they may not
+    # end before the timing does.
+    chunk = engine.scheduler.config.max_mixed_tokens - batch
+    spare = 64 + batch * ceil_div(context, max(1, chunk))
     requests = [prompts.request(context, DECODE_STEPS + spare) for _ in range(batch)]
     for request in requests:
         engine.add(request)

@@ -12,6 +12,7 @@ from rose.runtime.graphs import DecodeGraphs
 from rose.runtime.inputs import StepInputs
 from rose.runtime.plan import StepPlan, StepResult
 from rose.runtime.runner import ModelRunner
+from rose.runtime.warm_up import warm_up_steps
 from rose.sampling.batch import is_filtered
 from rose.sampling.sampler import Sampler
 
@@ -60,7 +61,18 @@ class PlainDecoder:
         return self._results.receive(handle)
 
     def warm_up(self, report: Callable[[str], None]) -> None:
-        """See Decoder."""
+        """See Decoder. On a CPU nothing is compiled, so there is nothing to do."""
+        if self._tables.device.type == "cpu":
+            return
+        steps = warm_up_steps(
+            self._tables.layout,
+            num_pages=min(pages.shape[0] for pages in self.runner.kv_pages),
+            num_slots=self._tables.padding_slot,
+            max_tokens=min(self._tables.max_step_tokens, self._tables.context_tokens - 1),
+        )
+        for plan in steps:
+            report(f"warming up: a step of {plan.num_tokens} tokens")
+            self.collect(self.launch(plan))
         if self.graphs is not None:
             self.graphs.capture_all(self._send_padding, report)
 

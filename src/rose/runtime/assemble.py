@@ -10,11 +10,10 @@ import torch
 from rose.cache.layout import CacheLayout
 from rose.config.engine import EngineConfig
 from rose.models.base import CausalLM
-from rose.protocol.sampling_params import SamplingParams
 from rose.runtime.inputs import DeviceTables
 from rose.runtime.memory import MemoryPlan, MemoryUse, graph_bytes, plan_memory
-from rose.runtime.plan import PlanEntry, StepPlan
 from rose.runtime.runner import ModelRunner, allocate_kv
+from rose.runtime.warm_up import prompt_step
 from rose.utils.device import DeviceFacts
 from rose.utils.math import ceil_div
 
@@ -80,14 +79,15 @@ def _measure(
     """Run the largest prompt step on a small KV cache and read the peak; compiles its kernels too."""
     torch.cuda.synchronize()
     weights = torch.cuda.memory_allocated()
-    num_tokens = min(config.scheduler.max_step_tokens, context_tokens)
-    num_pages = ceil_div(num_tokens, layout.page_tokens)
+    # One less than the context: the made-up prompt has room for the token after it.
+    num_tokens = min(config.scheduler.max_step_tokens, context_tokens - 1)
+    num_pages = ceil_div(num_tokens + 1, layout.page_tokens)
     kv_bytes = num_pages * sum(k.page_bytes for k in layout.kinds)
     runner.kv_pages = allocate_kv(
         layout, {k.kind: num_pages for k in layout.kinds}, runner.tables.device
     )
     torch.cuda.reset_peak_memory_stats()
-    runner.forward(_longest_step(layout, num_tokens, num_pages))
+    runner.forward(prompt_step(layout, num_tokens))
     torch.cuda.synchronize()
     workspace = torch.cuda.max_memory_allocated() - weights - kv_bytes
     runner.kv_pages = []
@@ -96,18 +96,3 @@ def _measure(
     if config.use_graphs:
         graphs = graph_bytes(config.scheduler.max_sequences, runner.model.config.vocab_size)
     return MemoryUse(weights=weights, workspace=workspace, graphs=graphs)
-
-
-def _longest_step(layout: CacheLayout, num_tokens: int, num_pages: int) -> StepPlan:
-    columns = list(enumerate(range(num_pages)))
-    entry = PlanEntry(
-        slot=0,
-        is_new=True,
-        start_position=0,
-        token_ids=[0] * num_tokens,
-        num_tokens=num_tokens,
-        is_last_chunk=True,
-        new_pages={k.kind: columns for k in layout.kinds},
-        sampling=SamplingParams(seed=0),
-    )
-    return StepPlan(step=-1, decode=[], prefill=[entry], sample_slots=[0], max_length=num_tokens)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rose.utils.errors import ConfigError
 from rose.utils.log import get_logger
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
@@ -90,8 +91,15 @@ class DecodeGraphs:
     def _capture(self, key: GraphKey) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            tokens_S = self._step(key.num_rows, key.max_length, key.is_filtered)
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                tokens_S = self._step(key.num_rows, key.max_length, key.is_filtered)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"a decode step of {key.num_rows} rows cannot be captured in a CUDA graph: {error}; every bound "
+                "kernel must be free of host synchronisation (a `torch` implementation often is not, see the "
+                "start-up table); set use_graphs to false or change kernels.only"
+            ) from error
         if self._pool is None:
             self._pool = graph.pool()
         return graph, tokens_S

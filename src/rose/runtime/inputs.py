@@ -63,6 +63,7 @@ class DeviceTables:
         self.layout = layout
         self.device = torch.device(device.kind)
         self.padding_slot = num_slots
+        self.max_step_tokens, self.context_tokens = max_step_tokens, context_tokens
         self._page_tokens = layout.page_tokens
         self._kind_index = {k.kind: i for i, k in enumerate(layout.kinds)}
         num_rows, num_kinds = num_slots + 1, len(layout.kinds)

@@ -94,6 +94,11 @@ def plan_memory(
         num_pages[window.kind] = window_pages(layout, scheduler, full_pages)
     kv_bytes = sum(k.page_bytes * num_pages[k.kind] for k in layout.kinds)
     kv_tokens = full_pages * layout.page_tokens
+    if device_bytes and use.total + kv_bytes > device_bytes:
+        raise ConfigError(
+            f"kv_tokens={cache.kv_tokens} needs {kv_bytes / GIB:.2f} GiB; the device has "
+            f"{device_bytes / GIB:.2f} GiB, of which {use.total / GIB:.2f} are taken; lower cache.kv_tokens"
+        )
     wanted = context_tokens if is_context_asked else 2 * layout.page_tokens
     if kv_tokens < min(wanted, context_tokens):
         raise ConfigError(_refusal(layout, cache, use, budget, kv_tokens, wanted))
