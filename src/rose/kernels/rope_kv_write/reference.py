@@ -1,4 +1,4 @@
-"""Rotary embedding and KV write by their formulas, token by token (float64 stays float64)."""
+"""Rotary embedding and KV write by their formulas (float64 stays float64)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from torch import Tensor
 def reference(
     qkv_TF: Tensor, positions_T: Tensor, cos_sin_PD: Tensor, slots_T: Tensor, *, kv_pages: Tensor
 ) -> None:
-    """Rotate q in place, write rotated k and v of each token to its slot; see the contract."""
+    """Rotate q in place; write rotated k, and v, of each kept token to its slot; see the contract."""
     kv_heads, page_tokens, head_dim = kv_pages.shape[2:]
-    heads = qkv_TF.shape[1] // head_dim - 2 * kv_heads
-    for t, slot in enumerate(slots_T.tolist()):
-        q_HD, k_GD, v_GD = qkv_TF[t].view(-1, head_dim).split([heads, kv_heads, kv_heads])
-        cos_sin_D = cos_sin_PD[positions_T[t]]
-        q_HD.copy_(rotate(q_HD, cos_sin_D))
-        if slot >= 0:
-            page, offset = divmod(slot, page_tokens)
-            kv_pages[page, 0, :, offset] = rotate(k_GD, cos_sin_D).to(kv_pages.dtype)
-            kv_pages[page, 1, :, offset] = v_GD.to(kv_pages.dtype)
+    x_TAD = qkv_TF.unflatten(1, (-1, head_dim))
+    q_THD, k_TGD, v_TGD = x_TAD.split([x_TAD.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+    cos_sin_T1D = cos_sin_PD[positions_T].unsqueeze(1)
+    q_THD.copy_(rotate(q_THD, cos_sin_T1D))
+    kept = torch.nonzero(slots_T >= 0).squeeze(1)
+    page = slots_T[kept] // page_tokens
+    offset = slots_T[kept] % page_tokens
+    k_KGD = rotate(k_TGD[kept], cos_sin_T1D[kept])
+    kv_pages[page, 0, :, offset] = k_KGD.to(kv_pages.dtype)
+    kv_pages[page, 1, :, offset] = v_TGD[kept].to(kv_pages.dtype)
 
 
 def rotate(x_HD: Tensor, cos_sin_D: Tensor) -> Tensor:
