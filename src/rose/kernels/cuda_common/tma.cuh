@@ -2,6 +2,7 @@
 // on an mbarrier, a store is waited for by its bulk group.
 // Source: PTX ISA, "cp.async.bulk.tensor". Coordinates are elements, innermost first; signed, and what lies
 // outside the tensor is zero on a load (its bytes are counted all the same) and dropped on a store.
+// LIMIT: the innermost coordinate has to be a multiple of 16 bytes; any other ends in cudaErrorIllegalInstruction.
 #pragma once
 
 #include <cuda.h>

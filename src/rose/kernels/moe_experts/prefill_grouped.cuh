@@ -19,6 +19,7 @@ namespace rose::moe {
 
 constexpr int kTileRows = 128;
 constexpr int kBlockK = 128;
+constexpr int kScaleBox = kTileRows + 4;  // a box starts at a multiple of 4 scales (16 bytes), up to 3 before the tile
 constexpr int kBandTiles = 16;  // row tiles that share a run of columns before the next run: bounds L2's working set
 
 struct Rows {
@@ -59,9 +60,9 @@ struct Shape {
   static constexpr int kSegment = kSub / kSegments;
   static constexpr int kHalfBytes = 64 * kBlockK;
   static constexpr int kABytes = 2 * kHalfBytes, kWBytes = kColumns * kBlockK;
-  static constexpr int kScaleBytes = kGroups * kTileRows * 4;
+  static constexpr int kScaleBytes = kGroups * kScaleBox * 4, kScaleStage = (kScaleBytes + 127) / 128 * 128;
   static constexpr int kRingBytes = kStages * (kABytes + kWBytes);
-  static constexpr int kSharedBytes = 1024 + kRingBytes + kStages * kScaleBytes;
+  static constexpr int kSharedBytes = 1024 + kRingBytes + kStages * kScaleStage;
   static_assert(kSharedBytes <= 227 * 1024 - 256, "more shared memory than a block can have");
   static_assert(kCluster == 1 || kCluster == 2, "clusters of one or two blocks");
   static_assert(!kGateUp || kSub == 128, "the gate-up epilogue handles pieces of 64 channels");
@@ -219,8 +220,8 @@ __device__ __forceinline__ void multiply_stage(float (&total)[S::kSubs][S::kSub 
   float part[S::kSub / 2];
 #pragma unroll
   for (int group = 0; group < kGroups; ++group) {
-    const float scale0 = load_shared(a_scales + 4 * group * kTileRows);
-    const float scale1 = load_shared(a_scales + 4 * group * kTileRows + 32);
+    const float scale0 = load_shared(a_scales + 4 * group * kScaleBox);
+    const float scale1 = load_shared(a_scales + 4 * group * kScaleBox + 32);
 #pragma unroll
     for (int s = 0; s < S::kSubs; ++s) {
       if (S::kSubs > 1 && s >= subs) break;
@@ -374,7 +375,7 @@ __device__ __forceinline__ void produce(const Grouped& p, const int* units, int 
       if (has_any) {
         tma_load_2d(a, &p.a, barrier, k, item.row);
         if (has_second) tma_load_2d(a + S::kHalfBytes, &p.a, barrier, k, item.row + 64);
-        tma_load_2d(ring_base + S::kRingBytes + ring.stage * S::kScaleBytes, &p.a_scales, barrier, item.row,
+        tma_load_2d(ring_base + S::kRingBytes + ring.stage * S::kScaleStage, &p.a_scales, barrier, item.row & ~3,
                     kb * S::kGroups);
       }
       if constexpr (S::kCluster == 1) {
@@ -426,7 +427,7 @@ __device__ __forceinline__ void consume(const Grouped& p, const int* units, int 
       const uint32_t a = ring_base + ring.stage * (S::kABytes + S::kWBytes);
       const uint64_t a_descriptor = descriptor_swizzle128(a + warpgroup * S::kHalfBytes);
       const uint64_t w_descriptor = descriptor_swizzle128(a + S::kABytes);
-      const uint32_t a_scales = ring_base + S::kRingBytes + ring.stage * S::kScaleBytes + 4 * row;
+      const uint32_t a_scales = ring_base + S::kRingBytes + ring.stage * S::kScaleStage + 4 * (row + (item.row & 3));
       const uint32_t back = empty + 8 * ring.stage;
       mbarrier_wait(full + 8 * ring.stage, ring.parity);
       if (kb < k_full) {
@@ -493,7 +494,7 @@ cudaError_t launch_grouped(Grouped p, const void* a, const float* a_scales, int 
   const uint32_t a_box[2] = {kBlockK, 64};
   const uint64_t scale_sizes[2] = {uint64_t(rows), uint64_t((p.k + S::kGroup - 1) / S::kGroup)};
   const uint64_t scale_strides[1] = {uint64_t(a_scales_stride) * 4};
-  const uint32_t scale_box[2] = {kTileRows, uint32_t(S::kGroups)};
+  const uint32_t scale_box[2] = {kScaleBox, uint32_t(S::kGroups)};
   const uint64_t w_sizes[3] = {uint64_t(p.k), uint64_t(p.n), uint64_t(p.rows.num_experts)};
   const uint64_t w_strides[2] = {uint64_t(p.k), uint64_t(p.k) * uint64_t(p.n)};
   const uint32_t w_box[3] = {kBlockK, uint32_t(S::kColumns / S::kCluster), 1};
