@@ -6,6 +6,7 @@ Exit status: 0 stopped by SIGTERM or SIGINT, 1 a step failed, 2 could not start.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import signal
 import sys
@@ -98,6 +99,9 @@ def run(
             if isinstance(error, RoseError):
                 return 2
             raise
+        # What was built stays: collections need not look at it again, which takes tens of milliseconds.
+        gc.collect()
+        gc.freeze()
         stop.is_serving = True
         _logger.info("ready after %.1f s at %s", time.monotonic() - begin, address)
         return EngineService(engine, endpoint).serve(stop)
