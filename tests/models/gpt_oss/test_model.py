@@ -123,7 +123,7 @@ def test_the_kernel_table_names_every_operation_once_per_regime(model):
         "rms_norm",
         "rope_kv_write",
     }
-    assert {implementation for _, _, implementation in table} == {"torch"}
+    assert {implementation for _, _, implementation in table} <= {"torch", "torch_cpu"}
 
 
 def test_forcing_an_implementation_that_is_not_there_names_the_known_ones():
