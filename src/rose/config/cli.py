@@ -69,7 +69,7 @@ def _build(node: type, prefix: Path, values: Mapping[Path, Any], problems: list[
     for field_name, annotation in _annotations(node).items():
         path = (*prefix, field_name)
         if dataclasses.is_dataclass(annotation):
-            arguments[field_name] = _build(annotation, path, values, problems)
+            arguments[field_name] = _build(typing.cast(type, annotation), path, values, problems)
         elif path in values:
             arguments[field_name] = values[path]
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 from rose.frontend.client import EngineClient
@@ -236,7 +236,7 @@ def check_token_ids(prompt: EncodedPrompt, status: EngineStatus, param: str) -> 
             )
 
 
-async def pieces(client: EngineClient, job: Job, metrics: Metrics) -> AsyncIterator[Piece]:
+async def pieces(client: EngineClient, job: Job, metrics: Metrics) -> AsyncGenerator[Piece, None]:
     """Run a job and yield each choice's pieces as they come; closing the iterator aborts what still runs.
 
     Raises  RequestError where the engine refuses or fails; pieces already yielded stay true.

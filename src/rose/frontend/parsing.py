@@ -8,7 +8,7 @@ refused with the nearest known name. Knows no formatter and no engine.
 from __future__ import annotations
 
 import difflib
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -202,13 +202,13 @@ def _name_in(text: str, prefix: str) -> str | None:
     return text.removeprefix(prefix).rstrip("`") if text.startswith(prefix) else None
 
 
-def _refuse(code: str, param: str, message: str, cause: Exception | None = None) -> None:
+def _refuse(code: str, param: str, message: str, cause: Exception | None = None) -> NoReturn:
     raise RequestError(code, message, param=param) from cause
 
 
 def _refuse_unknown(
     param: str, name: str, known: set[str] | frozenset[str], cause: Exception | None = None
-) -> None:
+) -> NoReturn:
     near = difflib.get_close_matches(name, sorted(known), n=2)
     hint = f"did you mean {' or '.join(near)}?" if near else "leave it out"
     _refuse(
