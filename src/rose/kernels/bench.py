@@ -11,7 +11,7 @@ import torch
 
 from rose.kernels import registry
 from rose.kernels.cases import Case
-from rose.kernels.check import cases_module, check_case, clone, is_runnable
+from rose.kernels.check import Draw, cases_module, check_case, clone, is_runnable
 from rose.kernels.registry import Implementation, Operation
 from rose.utils.device import DeviceFacts
 
@@ -20,23 +20,32 @@ _REPLAYS = 15
 
 
 def time_case(
-    operation: Operation, implementation: Implementation, case: Case, device: DeviceFacts
+    operation: Operation,
+    implementation: Implementation,
+    case: Case,
+    device: DeviceFacts,
+    *,
+    draw: Draw | None = None,
 ) -> dict[str, Any]:
-    """Time one implementation on one case and return a JSON-ready line.
+    """Time one implementation on one case and return a JSON-ready line; `draw` saves drawing inputs.
 
     On CUDA a graph of many calls over rotated inputs (more than twice the L2 cache in all) is replayed, so
-    that neither launch gaps of Python nor warm caches count; `warm_us` repeats one input instead.
+    that neither launch gaps of Python nor warm caches count; `warm_us` repeats one input instead. What no
+    graph can hold is timed call by call, launch gaps included.
     """
     module = cases_module(operation.name)
-    base = module.inputs(case, 0, device.kind)
+    base = module.inputs(case, 0, device.kind) if draw is None else draw.fresh()
     if implementation.prepare is not None:
         base["weights"] = implementation.prepare(base["weights"])
     work_bytes, flops = module.num_bytes(case), module.flops(case)
     if device.kind == "cuda":
         num_copies = int(min(max(1, 2 * _L2_BYTES // max(1, work_bytes) + 1), 16))
         copies = [base, *(_clone_activations(base) for _ in range(num_copies - 1))]
-        samples = _graph_samples(implementation.function, copies)
-        warm = statistics.median(_graph_samples(implementation.function, copies[:1]))
+        if hasattr(module, "rotated"):
+            copies = [module.rotated(case, arguments, i) for i, arguments in enumerate(copies)]
+        sample = _graph_samples if implementation.is_capturable else _event_samples
+        samples = sample(implementation.function, copies)
+        warm = statistics.median(sample(implementation.function, copies[:1]))
     else:
         samples = _host_samples(implementation.function, base)
         warm = statistics.median(samples)
@@ -68,7 +77,7 @@ def time_case(
 
 
 def _clone_activations(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Copy the arguments; weights of more than the L2 cache evict it themselves and are shared."""
+    """Copy the arguments; weights of more than the L2 cache are shared: a call evicts it, or `rotated` does."""
     weights = arguments.get("weights")
     if weights is not None and weights.num_bytes > _L2_BYTES:
         rest = clone({k: v for k, v in arguments.items() if k != "weights"})
@@ -102,6 +111,20 @@ def _graph_samples(call: Callable[..., None], copies: list[dict[str, Any]]) -> l
     return samples
 
 
+def _event_samples(call: Callable[..., None], copies: list[dict[str, Any]]) -> list[float]:
+    """Return microseconds of single calls, between two events."""
+    call(**copies[0])
+    samples = []
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for i in range(_REPLAYS):
+        start.record()
+        call(**copies[i % len(copies)])
+        end.record()
+        end.synchronize()
+        samples.append(start.elapsed_time(end) * 1e3)
+    return samples
+
+
 def _host_samples(call: Callable[..., None], arguments: dict[str, Any]) -> list[float]:
     samples = []
     call(**arguments)
@@ -125,6 +148,7 @@ def bench_all(
         for case in cases_module(name).CASES:
             if not case.timed or case_name not in (None, case.name):
                 continue
+            draw: Draw | None = None
             for implementation in registry.implementations(name):
                 if implementation.name == "reference" or only not in (None, implementation.name):
                     continue
@@ -132,7 +156,8 @@ def bench_all(
                     continue
                 head = {"operation": name, "implementation": implementation.name, "case": case.name}
                 try:
-                    outcome = check_case(operation, implementation, case, device, seed=1)
+                    draw = draw or Draw(operation, case, 1, device)
+                    outcome = check_case(operation, implementation, case, device, 1, draw=draw)
                     if outcome.status != "ok":
                         yield {
                             "bench": "kernel",
@@ -140,6 +165,6 @@ def bench_all(
                             "error": f"wrong result: {outcome.detail}",
                         }
                         continue
-                    yield time_case(operation, implementation, case, device)
+                    yield time_case(operation, implementation, case, device, draw=draw)
                 except Exception as error:  # noqa: BLE001 - one broken kernel must not hide the others
                     yield {"bench": "kernel", **head, "error": f"{type(error).__name__}: {error}"}

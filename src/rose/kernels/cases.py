@@ -8,6 +8,7 @@ A folder's `cases.py` defines
 and, where it applies,
   rounded_tolerance(case, rounding)  for implementations that declare `activation_rounding`
   promised(case, name, tensor)       the part of an output that the contract speaks of
+  rotated(case, arguments, step)     the same work on other parts of shared weights, for cold caches
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def compare(name: str, found: Tensor, wanted: Tensor, tolerance: Tolerance) -> D
         return None
     if not (found.dtype.is_floating_point or wanted.dtype.is_floating_point):
         tolerance = EXACT
-    a, b = found.detach().double().cpu(), wanted.detach().double().cpu()
+    a, b = found.detach().double(), wanted.detach().double()  # on the device: outputs may be large
     difference = (a - b).abs()
     scale = b.abs().max().clamp_min(1e-30)
     relative = (difference.norm() / b.norm().clamp_min(1e-30)).item()

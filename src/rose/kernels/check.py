@@ -40,11 +40,21 @@ def clone(arguments: dict[str, Any]) -> dict[str, Any]:
 
     Aliasing  an argument passed twice (a residual that is the output) is one tensor in the copy too.
     """
-    copies = {id(v): v.clone() for v in arguments.values() if isinstance(v, Tensor)}
+    copies = {id(v): _clone_tensor(v) for v in arguments.values() if isinstance(v, Tensor)}
     return {
         k: copies[id(v)] if isinstance(v, Tensor) else copy.deepcopy(v)
         for k, v in arguments.items()
     }
+
+
+def _clone_tensor(tensor: Tensor) -> Tensor:
+    """Copy with the same strides; `Tensor.clone` would close the gaps between rows that lie apart."""
+    if tensor.is_contiguous():
+        return tensor.clone()
+    layout = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    return layout.copy_(tensor)
 
 
 def poison_outputs(operation: Operation, arguments: dict[str, Any]) -> None:
@@ -127,6 +137,28 @@ def _tolerance(implementation: Implementation, case: Case, *, interpret: bool) -
     )
 
 
+class Draw:
+    """The inputs of one case and what references make of them; shared by the implementations that are tried."""
+
+    def __init__(self, operation: Operation, case: Case, seed: int, device: DeviceFacts) -> None:
+        self.operation, self.case, self.device = operation, case, device
+        self.arguments = cases_module(operation.name).inputs(case, seed, device.kind)
+        self._wanted: dict[tuple[str, ...], dict[str, Tensor]] = {}
+
+    def fresh(self) -> dict[str, Any]:
+        """Return the arguments of a call of its own; weights are shared, nobody may write them."""
+        weights = {k: v for k, v in self.arguments.items() if k == "weights"}
+        return {**clone({k: v for k, v in self.arguments.items() if k != "weights"}), **weights}
+
+    def wanted(self, rounding: tuple[str, ...]) -> dict[str, Tensor]:
+        """Return what the reference writes, rounding activations likewise."""
+        if rounding not in self._wanted:
+            self._wanted[rounding] = run_reference(
+                self.operation, self.case, self.arguments, rounding=rounding
+            )
+        return self._wanted[rounding]
+
+
 def changed_inputs(
     operation: Operation, before: dict[str, Any], after: dict[str, Any]
 ) -> list[str]:
@@ -154,8 +186,9 @@ def check_case(
     seed: int,
     *,
     interpret: bool = False,
+    draw: Draw | None = None,
 ) -> Outcome:
-    """Compare one implementation with the reference on one case."""
+    """Compare one implementation with the reference on one case; `draw` saves drawing and reference."""
     names = {
         "operation": operation.name,
         "implementation": implementation.name,
@@ -164,15 +197,14 @@ def check_case(
     reason = is_runnable(implementation, case, device, interpret=interpret)
     if reason is not None:
         return Outcome(**names, status="skipped", detail=reason)
-    module = cases_module(operation.name)
-    arguments = module.inputs(case, seed, device.kind)
-    before = {k: v.clone() for k, v in arguments.items() if isinstance(v, Tensor)}
-    wanted = run_reference(operation, case, arguments, rounding=implementation.activation_rounding)
+    draw = draw or Draw(operation, case, seed, device)
+    wanted, arguments = draw.wanted(implementation.activation_rounding), draw.fresh()
     run(operation, implementation, arguments)
     if device.kind == "cuda":
         torch.cuda.synchronize()
-    problems = [f"{n} was changed" for n in changed_inputs(operation, before, arguments)]
+    problems = [f"{n} was changed" for n in changed_inputs(operation, draw.arguments, arguments)]
     tolerance = _tolerance(implementation, case, interpret=interpret)
+    module = cases_module(operation.name)
     promised = getattr(module, "promised", lambda _case, _name, tensor: tensor)
     for name, reference in wanted.items():
         if arguments[name] is None:
@@ -212,27 +244,47 @@ def check_all(
     """
     for name in operations or registry.operation_names():
         operation = registry.load(name)
-        for implementation in registry.implementations(name):
-            if implementation.name == "reference" or only not in (None, implementation.name):
-                continue
-            cases = [c for c in cases_module(name).CASES if case_name in (None, c.name)]
-            if few is not None:
-                runnable = [
-                    c
-                    for c in cases
-                    if is_runnable(implementation, c, device, interpret=interpret) is None
-                ]
-                cases = _spread(runnable, few)
-            for case in cases:
-                try:
-                    yield check_case(
-                        operation, implementation, case, device, seed, interpret=interpret
-                    )
-                except Exception as error:  # noqa: BLE001 - one broken kernel must not hide the others
-                    yield Outcome(
-                        operation=name,
-                        implementation=implementation.name,
-                        case=case.name,
-                        status="failed",
-                        detail=f"{type(error).__name__}: {error}",
-                    )
+        tried = [
+            i
+            for i in registry.implementations(name)
+            if i.name != "reference" and only in (None, i.name)
+        ]
+        cases = [c for c in cases_module(name).CASES if case_name in (None, c.name)]
+        chosen = {i.name: {c.name for c in cases} for i in tried}
+        if few is not None:
+            for i in tried:
+                able = [c for c in cases if is_runnable(i, c, device, interpret=interpret) is None]
+                chosen[i.name] = {c.name for c in _spread(able, few)}
+        for case in cases:
+            implementations = [i for i in tried if case.name in chosen[i.name]]
+            yield from check_together(
+                operation, implementations, case, device, seed, interpret=interpret
+            )
+
+
+def check_together(
+    operation: Operation,
+    implementations: list[Implementation],
+    case: Case,
+    device: DeviceFacts,
+    seed: int,
+    *,
+    interpret: bool = False,
+) -> Iterator[Outcome]:
+    """Check several implementations on the same inputs of one case."""
+    draw: Draw | None = None
+    for implementation in implementations:
+        try:
+            if is_runnable(implementation, case, device, interpret=interpret) is None:
+                draw = draw or Draw(operation, case, seed, device)
+            yield check_case(
+                operation, implementation, case, device, seed, interpret=interpret, draw=draw
+            )
+        except Exception as error:  # noqa: BLE001 - one broken kernel must not hide the others
+            yield Outcome(
+                operation=operation.name,
+                implementation=implementation.name,
+                case=case.name,
+                status="failed",
+                detail=f"{type(error).__name__}: {error}",
+            )

@@ -114,6 +114,8 @@ class Implementation:
     """Formats to which it rounds the inputs of its matrices, one name each in the order of the operation's
     `rounded_reference`; empty: it rounds nothing that the contract does not. `check` then compares with
     `rounded_reference(activation_rounding, ...)`."""
+    is_capturable: bool = True
+    """Whether a CUDA graph can hold it; False: it asks the device something, and is timed call by call."""
     interpreted: frozenset[str] = frozenset({"float32"})
     """Triton only: activation dtypes for which the interpreter's results mean something. Its bf16 products
     are garbage and its casts truncate; name bf16 only where every product is taken in float32 there."""

@@ -15,6 +15,7 @@ register(
         name="torch",
         function=reference,
         band=Band.PORTABLE,
+        is_capturable=False,
         note="one sequence after the other; asks the device for lengths, so not for graphs",
     )
 )

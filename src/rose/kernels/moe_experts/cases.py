@@ -134,6 +134,13 @@ def inputs(case: Case, seed: int, device: str) -> dict[str, Any]:
     }
 
 
+def rotated(case: Case, arguments: dict[str, Any], step: int) -> dict[str, Any]:
+    """Choose other experts, the same number of them: four of 128 would stay in the L2 cache from call to call."""
+    ids_TK, chosen = arguments["expert_ids_TK"], case.sizes["K"]
+    moved_TK = (ids_TK + step * chosen) % case.sizes["E"]
+    return {**arguments, "expert_ids_TK": torch.where(ids_TK < 0, ids_TK, moved_TK)}
+
+
 def tolerance(case: Case) -> Tolerance:
     """Roundings of an implementation that keeps activations in their own dtype."""
     if case.formats["activation"] != "bf16":

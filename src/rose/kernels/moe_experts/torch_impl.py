@@ -57,6 +57,7 @@ register(
         name="torch",
         function=moe_experts,
         band=Band.PORTABLE,
+        is_capturable=False,
         note="one loop over the experts hit; asks the device, so not for graphs",
     )
 )

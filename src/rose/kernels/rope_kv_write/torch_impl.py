@@ -11,6 +11,7 @@ register(
         name="torch",
         function=reference,
         band=Band.PORTABLE,
+        is_capturable=False,
         note="reference operators; asks the device which slots are kept, so not for graphs",
     )
 )
