@@ -52,8 +52,10 @@ class Yarn:
 
         Frequencies and angles are float32 numbers also where the table is wider. That puts a far angle off by
         up to 1e-7 times the position, but it is what the published implementations compute, to the bit, and
-        with it the engine gives their logits at position 100,000 too.
+        with it the engine gives their logits at position 100,000 too. Computed on the CPU, so that it has the
+        same bits on every device.
         """
-        positions = torch.arange(num_positions, device=device, dtype=torch.float32)
-        angles = torch.outer(positions, self.frequencies(torch.float32).to(device)).to(dtype)
-        return torch.cat([angles.cos(), angles.sin()], dim=-1) * self.concentration
+        positions = torch.arange(num_positions, dtype=torch.float32)
+        angles = torch.outer(positions, self.frequencies(torch.float32)).to(dtype)
+        table_PD = torch.cat([angles.cos(), angles.sin()], dim=-1) * self.concentration
+        return table_PD.to(device)
