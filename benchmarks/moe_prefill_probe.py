@@ -29,7 +29,9 @@ from torch import Tensor
 from rose.kernels import registry
 from rose.kernels.cases import Case, compare, poison
 from rose.kernels.check import cases_module, run_reference
+from rose.kernels.formats import MXFP4, FormattedTensor
 from rose.kernels.moe_experts.reference import swiglu
+from rose.quant.fp8 import from_mxfp4
 
 sys.path.insert(0, str(Path(__file__).parent))
 from moe_prefill_variants import balanced_ids, draw
@@ -46,7 +48,7 @@ class Rung:
     tokens: int
     weight: str = "fp8_block"
     implementation: str | None = None
-    """A registered implementation as a whole; None: the stages of a variant."""
+    """A registered implementation as a whole; None: the stages of a variant, or of mxfp4 the expansion."""
     counts: tuple[int, ...] = ()
     """Rows of each expert instead of a drawn routing (K = 1)."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -67,6 +69,8 @@ LADDER = [
     Rung(name="128_experts", sizes={"D": 320, "I": 256, "E": 128, "K": 4}, tokens=3000),
     Rung(name="20b_balanced_8192", sizes={**WIDE, "E": 32}, tokens=8192),
     Rung(name="20b_random_8192", sizes={**WIDE, "E": 32}, tokens=8192),
+    Rung(name="expansion_ragged", sizes={"D": 2880, "I": 320, "E": 3, "K": 4}, tokens=1, weight="mxfp4"),
+    Rung(name="expansion_20b", sizes={**WIDE, "E": 32}, tokens=1, weight="mxfp4"),
     Rung(name="mxfp4_copy", sizes={**WIDE, "E": 4}, tokens=700, weight="mxfp4", implementation="cuda_prefill_copy"),
     Rung(name="mxfp4_expand", sizes={**WIDE, "E": 4}, tokens=700, weight="mxfp4", implementation="cuda_prefill_expand"),
 ]  # fmt: skip
@@ -217,6 +221,60 @@ def walk_whole(rung: Rung, case: Case, arguments: dict[str, Any]) -> Iterator[tu
     yield from ((f.__name__, f) for f in (prepare, whole))
 
 
+def first_difference(matrix: FormattedTensor, out: Tensor, scales: Tensor) -> str | None:
+    """Compare an expansion with the converter's, byte for byte, and name the first byte that differs."""
+    wanted = from_mxfp4(matrix)
+    assert wanted.scales is not None, "fp8_block has scales"
+    assert matrix.scales is not None, "mxfp4 has scales"
+    if not torch.equal(scales, wanted.scales):
+        e, row, column = torch.nonzero(scales != wanted.scales)[0].tolist()
+        found, other = scales[e, row, column].item(), wanted.scales[e, row, column].item()
+        return f"scale of expert {e}, tile {row}, {column}: {found}, wanted {other}"
+    found_ENK, wanted_ENK = out.view(torch.uint8), wanted.values.view(torch.uint8)
+    if torch.equal(found_ENK, wanted_ENK):
+        return None
+    bad = torch.nonzero(found_ENK != wanted_ENK)
+    e, row, column = bad[0].tolist()
+    byte = int(matrix.values[e, row, column // 32, column % 32 // 2])
+    return (
+        f"{len(bad)} bytes; first of expert {e}, row {row}, column {column}: "
+        f"{found_ENK[e, row, column].item():#04x}, wanted {wanted_ENK[e, row, column].item():#04x}; "
+        f"code {byte >> column % 2 * 4 & 15:#x}, block exponent {matrix.scales[e, row, column // 32].item() - 127}, "
+        f"tile's scale {wanted.scales[e, row // 128, column // 128].item()}"
+    )
+
+
+def walk_expansion(arguments: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the expansion of weights as drawn, then of random bytes with block exponents near and far."""
+    from rose.kernels.moe_experts import cuda_prefill as prefill
+    from rose.kernels.moe_experts.mxfp4_tiles import multipliers, tile_exponents
+
+    library = prefill.PrefillLibrary()
+
+    def expansion(matrix: FormattedTensor) -> list[str | None]:
+        exponents = tile_exponents(matrix)
+        out = torch.full((matrix.values.numel() * 2,), 0x7F, dtype=torch.uint8, device="cuda")
+        values = library.expand(matrix, exponents, out=out.view(torch.float8_e4m3fn))
+        torch.cuda.synchronize()
+        return [first_difference(matrix, values, multipliers(exponents))]
+
+    def random(low: int, high: int) -> list[str | None]:
+        generator = torch.Generator("cuda").manual_seed(7)
+        like = arguments["weights"].gate_up
+        drawn = [
+            torch.randint(
+                bottom, top, part.shape, generator=generator, dtype=torch.uint8, device="cuda"
+            )
+            for part, bottom, top in ((like.values, 0, 256), (like.scales, low, high))
+        ]
+        return expansion(FormattedTensor(format=MXFP4, values=drawn[0], scales=drawn[1]))
+
+    yield "gate_up", lambda: expansion(arguments["weights"].gate_up)
+    yield "down", lambda: expansion(arguments["weights"].down)
+    for low, high in ((113, 128), (127, 142), (90, 150), (20, 230)):
+        yield f"exponents_{low - 127}..{high - 128}", lambda low=low, high=high: random(low, high)
+
+
 def climb(rung: Rung, variant: str) -> int:
     """Run one rung in this process; one line per stage, said before (`begun`) and after it."""
     from rose.kernels.moe_experts import cuda_prefill as prefill
@@ -230,6 +288,8 @@ def climb(rung: Rung, variant: str) -> int:
     torch.cuda.synchronize()
     if rung.implementation:
         steps = walk_whole(rung, case, arguments)
+    elif rung.weight == "mxfp4":
+        steps = walk_expansion(arguments)
     else:
         steps = walk_stages(rung, prefill.VARIANTS[variant], arguments)
     for stage, step in steps:
@@ -278,7 +338,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--variant", default="u256_d192", help="of cuda_prefill.VARIANTS")
+    parser.add_argument("--variant", default="u256_d256", help="of cuda_prefill.VARIANTS")
     parser.add_argument("--rung", default="", help="run this one here, without a child")
     parser.add_argument(
         "--timeout", type=float, default=20.0, help="seconds a shape may take, start included"

@@ -177,6 +177,13 @@ def expanded(matrix: FormattedTensor, exponents: torch.Tensor) -> torch.Tensor:
     return torch.tensor(out, dtype=torch.uint8).view(matrix.shape)
 
 
+def test_sign_replication_does_not_go_through_the_masking_intrinsic() -> None:
+    # nvcc clears the top bit of each selector of __byte_perm; a device test is in benchmarks/moe_prefill_probe.py.
+    source = (FOLDER / "prefill_permute.cuh").read_text()
+    code = source[source.index("__global__ void expand_mxfp4") :]
+    assert "__byte_perm(" not in code
+
+
 def test_tile_exponents_are_those_of_the_converter() -> None:
     for low, high in ((120, 135), (0, 256), (90, 91)):
         matrix = drawn(low, high)

@@ -51,8 +51,8 @@ VARIANTS = {
     "u128_d192": PrefillShapes(gate_up=128, down=192),
     "u128_d128": PrefillShapes(gate_up=128, down=128),
 }
-"""For benchmarks/moe_prefill_variants.py; which of them is fastest has not been measured yet."""
-DEFAULT = VARIANTS["u256_d192"]
+"""For benchmarks/moe_prefill_variants.py; measured in docs/performance.md."""
+DEFAULT = VARIANTS["u256_d256"]
 
 
 class PrefillLibrary:

@@ -188,6 +188,13 @@ __global__ void combine_rows(const __nv_bfloat16* y, const int* row_of_pair, con
   *reinterpret_cast<uint4*>(out + token * columns + column) = packed;
 }
 
+// PRMT as it is: nvcc clears the top bit of each selector of __byte_perm, the one that replicates a byte's sign.
+__device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selectors) {
+  uint32_t out;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(low), "r"(high), "r"(selectors));
+  return out;
+}
+
 // MXFP4 to E4M3: sixteen codes a thread. The eight magnitudes of a block are brought to the tile's scale once
 // (exact where the exponents of a tile span at most 14, nearest even beyond) and looked up by byte permutation.
 __global__ void expand_mxfp4(const uint2* codes, const uint8_t* exponents, const int* tile_exponents, uint4* values,
@@ -212,8 +219,8 @@ __global__ void expand_mxfp4(const uint2* codes, const uint8_t* exponents, const
   for (int i = 0; i < 4; ++i) {
     const uint32_t word = (i < 2 ? packed.x : packed.y) >> (16 * (i & 1));
     // A selector's top bit replicates a byte's sign: 0x80 stays 0x80 without it, becomes 0xff with it.
-    const uint32_t sign = (__byte_perm(0x80808080u, 0x80808080u, word & 0xffffu) << 1) & 0x80808080u;
-    out[i] = __byte_perm(low, high, word & 0x7777u) | sign;
+    const uint32_t sign = (permute_bytes(0x80808080u, 0x80808080u, word & 0xffffu) << 1) & 0x80808080u;
+    out[i] = permute_bytes(low, high, word & 0x7777u) | sign;
   }
   values[index] = make_uint4(out[0], out[1], out[2], out[3]);
 }
