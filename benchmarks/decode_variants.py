@@ -1,9 +1,11 @@
 """Time launch shapes of the decode kernels on a GPU: checks first, then CUDA graphs over rotated weights.
 
     PYTHONPATH=src python benchmarks/decode_variants.py [--ops moe gemm route sample] [--batches 1 8 32]
-        [--models 20b 120b] [--out FILE.jsonl] [--quick]
+        [--models 20b 120b] [--out FILE.jsonl] [--quick] [--seconds 110]
 
-Needs torch, triton and numpy. One JSON line per measurement; a table of the best comes last.
+Needs torch, triton and numpy. One JSON line per measurement; a table of the best comes last. Each operation
+runs in processes of its own, so that one that kills the CUDA context leaves the others alone; checks run
+beside the compilation, timing alone. What --seconds leaves no time for is counted and left out.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import dataclasses
 import importlib
 import itertools
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -41,12 +44,18 @@ Call = Callable[[int], None]
 class Recorder:
     """Writes lines and keeps the best; a shard only compiles its share of the variants."""
 
-    def __init__(self, path: Path | None, shard: tuple[int, int] | None) -> None:
+    def __init__(
+        self, path: Path | None, shard: tuple[int, int] | None, deadline: float = math.inf
+    ) -> None:
         self.path, self.lines, self.shard, self.seen = path, [], shard, 0
+        self.deadline, self.late = deadline, 0
 
     def is_skipped(self) -> bool:
-        """Tell whether the next variant belongs to another shard."""
+        """Tell whether the next variant belongs to another shard, or time is up."""
         self.seen += 1
+        if time.time() > self.deadline:
+            self.late += 1
+            return True
         return self.shard is not None and self.seen % self.shard[1] != self.shard[0]
 
     def add(self, **line: Any) -> None:
@@ -105,30 +114,40 @@ def short(shape: Any) -> str:
     return f"({' '.join(parts)})"
 
 
-def check_registered(operations: list[str]) -> bool:
-    """Run every registered implementation of the operations over their cases."""
-    device, ok = detect("cuda"), True
-    for name in operations:
-        operation = registry.load(name)
-        for implementation in registry.implementations(name):
-            if implementation.name in ("reference", "torch"):
+DECODE = {
+    "moe_experts": ("gluon_decode",),
+    "gemm": ("gluon_decode", "triton", "torch_cublas"),
+    "moe_route": ("triton",),
+    "sample": ("triton",),
+}
+"""The implementations checked and timed here; others have scripts of their own."""
+
+
+def registered(name: str) -> list[registry.Implementation]:
+    registry.load(name)
+    return [i for i in registry.implementations(name) if i.name in DECODE[name]]
+
+
+def check_registered(name: str) -> bool:
+    """Run the decode implementations of one operation over its cases."""
+    device, ok, count = detect("cuda"), True, 0
+    operation = registry.load(name)
+    for implementation in registered(name):
+        for case in cases_module(name).CASES:
+            if case.rows > 512 or case.sizes.get("E", 0) * case.sizes.get("D", 0) > 64 * 2880:
                 continue
-            for case in cases_module(name).CASES:
-                if case.rows > 512 or case.sizes.get("E", 0) * case.sizes.get("D", 0) > 64 * 2880:
-                    continue
-                try:
-                    outcome = check_case(operation, implementation, case, device, 5)
-                except Exception as error:  # noqa: BLE001
-                    traceback.print_exc(limit=-2)
-                    print(f"CHECK {name}/{implementation.name} {case.name}: {error!r}"[:600])
-                    ok = False
-                    continue
-                if outcome.status == "failed":
-                    ok = False
-                    print(
-                        f"CHECK failed {name}/{implementation.name} {case.name}: {outcome.detail}"
-                    )
-        print(f"CHECK {name}: done", flush=True)
+            try:
+                outcome = check_case(operation, implementation, case, device, 5)
+            except Exception as error:  # noqa: BLE001
+                traceback.print_exc(limit=-2)
+                print(f"CHECK {name}/{implementation.name} {case.name}: {error!r}"[:600])
+                ok = False
+                continue
+            count += outcome.status == "ok"
+            if outcome.status == "failed":
+                ok = False
+                print(f"CHECK failed {name}/{implementation.name} {case.name}: {outcome.detail}")
+    print(f"CHECK {name}: {count} right{'' if ok else ', others not'}", flush=True)
     return ok
 
 
@@ -382,6 +401,8 @@ def gemm_variants(batch: int, name: str, quick: bool) -> list[tuple[str, Callabl
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
         add("triton", tri, shape)
+        if swapped and stages == 5 and warps == 4:
+            add("triton", tri, dataclasses.replace(shape, is_dependent=True))
 
     def cublas(x_TK: Any, *, weights: Any, residual_TN: Any, out_TN: Any) -> None:
         if out_TN.dtype == torch.float32:
@@ -457,12 +478,9 @@ def bench_gemm(args: argparse.Namespace, out: Recorder) -> None:
 
 def bench_registered(args: argparse.Namespace, out: Recorder, name: str) -> None:
     module = cases_module(name)
-    registry.load(name)
-    for implementation in registry.implementations(name):
-        if implementation.name == "reference":
-            continue
+    for implementation in registered(name):
         for case in module.CASES:
-            if not case.timed or case.rows > 8192:
+            if not case.timed or case.rows > 8192 or out.is_skipped():
                 continue
             calls = [module.inputs(case, seed, "cuda") for seed in range(4)]
             if implementation.prepare is not None:
@@ -476,21 +494,65 @@ def bench_registered(args: argparse.Namespace, out: Recorder, name: str) -> None
                 out.add(**line, error=repr(error)[:300])
 
 
-def compile_ahead(processes: int) -> None:
-    """Fill Triton's cache from several processes, each launching its share of the variants once."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--no-check", "--shard"]
-    running = [
-        subprocess.Popen([*command, str(i), str(processes)], stdout=subprocess.DEVNULL)
-        for i in range(processes)
+NAMES = {"moe": "moe_experts", "gemm": "gemm", "route": "moe_route", "sample": "sample"}
+
+
+def time_operations(args: argparse.Namespace) -> None:
+    """Time (or, as a shard, compile) the operations in this process."""
+    out = Recorder(args.out, tuple(args.shard) if args.shard else None, args.deadline)
+    for op in args.ops:
+        if op == "moe":
+            bench_moe(args, out)
+        elif op == "gemm":
+            bench_gemm(args, out)
+        elif args.shard is None:
+            bench_registered(args, out, NAMES[op])
+    out.table(args.keep)
+    if out.late:
+        print(f"{' '.join(args.ops)}: no time left for {out.late} variants", flush=True)
+
+
+def run_all(args: argparse.Namespace) -> int:
+    """Check and compile side by side, then time one operation after the other."""
+    begin, argv = time.time(), [a for a in sys.argv[1:] if a != "--no-check"]
+    end = begin + args.seconds
+    itself = [sys.executable, __file__, *argv]
+
+    def start(*options: Any, is_loud: bool = True) -> subprocess.Popen:
+        command = [*itself, *map(str, options)]
+        return subprocess.Popen(command, stdout=None if is_loud else subprocess.DEVNULL)
+
+    def finish(process: subprocess.Popen, until: float) -> bool:
+        try:
+            return process.wait(timeout=max(1.0, until - time.time())) == 0
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return False
+
+    checks = {} if args.no_check else {op: start("--do", "check", "--ops", op) for op in args.ops}
+    until = begin + 0.6 * args.seconds
+    shards = [
+        start("--do", "time", "--deadline", until, "--shard", i, args.processes, is_loud=False)
+        for i in range(args.processes)
     ]
-    for process in running:
-        process.wait()
+    for shard in shards:
+        finish(shard, until + 5)
+    failed = [op for op, process in checks.items() if not finish(process, until + 5)]
+    print(f"checks failed: {' '.join(failed) or 'none'}; {time.time() - begin:.0f} s", flush=True)
+    for i, op in enumerate(args.ops):
+        now = time.time()
+        deadline = now + (end - now) / (len(args.ops) - i) * (1.0 if op != "moe" else 1.5)
+        deadline = min(deadline, end)
+        if not finish(start("--do", "time", "--ops", op, "--deadline", deadline), deadline + 10):
+            failed.append(op)
+        print(f"{op} timed after {time.time() - begin:.0f} s", flush=True)
+    return 1 if failed else 0
 
 
 def main() -> int:
     """Check, time, print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ops", nargs="+", default=["moe", "gemm", "route", "sample"])
+    parser.add_argument("--ops", nargs="+", default=list(NAMES), choices=list(NAMES))
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--models", nargs="+", default=list(EXPERTS), choices=list(EXPERTS))
     parser.add_argument("--out", type=Path)
@@ -498,29 +560,17 @@ def main() -> int:
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--keep", type=int, default=4, help="rows of the table per batch")
     parser.add_argument("--processes", type=int, default=14, help="that compile ahead")
+    parser.add_argument("--seconds", type=float, default=110, help="for everything")
     parser.add_argument("--shard", nargs=2, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--deadline", type=float, default=math.inf, help=argparse.SUPPRESS)
+    parser.add_argument("--do", choices=["all", "check", "time"], default="all")
     args = parser.parse_args()
-    names = {"moe": "moe_experts", "gemm": "gemm", "route": "moe_route", "sample": "sample"}
-    begin, ok = time.time(), True
-    if not args.no_check:
-        ok = check_registered([names[o] for o in args.ops])
-        print(
-            f"checks {'passed' if ok else 'FAILED'} after {time.time() - begin:.0f} s", flush=True
-        )
-    if args.shard is None and args.processes > 1:
-        compile_ahead(args.processes)
-        print(f"compiled after {time.time() - begin:.0f} s", flush=True)
-    out = Recorder(args.out, tuple(args.shard) if args.shard else None)
-    for op in args.ops:
-        if op == "moe":
-            bench_moe(args, out)
-        elif op == "gemm":
-            bench_gemm(args, out)
-        elif args.shard is None:
-            bench_registered(args, out, names[op])
-        print(f"{op} timed after {time.time() - begin:.0f} s", flush=True)
-    out.table(args.keep)
-    return 0 if ok else 1
+    if args.do == "all":
+        return run_all(args)
+    if args.do == "check":
+        return 0 if all([check_registered(NAMES[op]) for op in args.ops]) else 1
+    time_operations(args)
+    return 0
 
 
 if __name__ == "__main__":

