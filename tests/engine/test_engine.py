@@ -5,7 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from fakes.graphs import use_eager_graphs
 from fakes.model import VOCAB, FakeModel, expected_output, fake_config
 from rose.config.cache import CacheConfig
 from rose.config.decoding import DecodingConfig
@@ -245,3 +248,57 @@ def test_a_model_without_window_layers_runs():
     [output] = engine.generate([_request("r", range(60), 10)])
     assert output.token_ids == expected_output(range(60), 10)
     assert list(engine.table.pools) == ["full"]
+
+
+histories = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(1, 120), st.integers(1, 40), st.booleans()),
+        st.tuples(st.just("abort"), st.integers(0, 20)),
+        st.tuples(st.just("step"), st.integers(1, 12)),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(history=histories, is_overlapped=st.booleans(), kv_pages=st.integers(10, 24))
+def test_any_history_gives_every_request_the_tokens_of_a_naive_loop(
+    history, is_overlapped, kv_pages
+):
+    _check_history(history, is_overlapped, kv_pages)
+
+
+@pytest.mark.slow
+@settings(max_examples=1500, deadline=None)
+@given(history=histories, is_overlapped=st.booleans(), kv_pages=st.integers(10, 24))
+def test_thousands_of_histories_give_the_tokens_of_a_naive_loop(history, is_overlapped, kv_pages):
+    _check_history(history, is_overlapped, kv_pages)
+
+
+def _check_history(history, is_overlapped, kv_pages):
+    engine = _engine(kv_tokens=16 * kv_pages, is_overlapped=is_overlapped, sequences=4)
+    use_eager_graphs(engine)
+    wanted, events = {}, []
+    for action, *values in history:
+        if action == "add":
+            prompt, output, is_stopped = values
+            name, tokens = f"r{len(wanted)}", [(7 * prompt + i) % VOCAB for i in range(prompt)]
+            wanted[name] = expected_output(tokens, output)
+            stop = wanted[name][output // 2 : output // 2 + 1] if is_stopped else []
+            if stop:
+                wanted[name] = wanted[name][: wanted[name].index(stop[0]) + 1]
+            events += engine.add(_request(name, tokens, output, stop=stop))
+        elif action == "abort":
+            events += engine.abort(f"r{values[0]}")
+        else:
+            for _ in range(values[0]):
+                events += engine.step()
+    while engine.has_work:
+        events += engine.step()
+    for name, tokens in wanted.items():
+        mine = [e for e in events if e.request_id == name]
+        found = [t for e in mine[:-1] for t in e.token_ids]
+        assert isinstance(mine[-1], FinishedEvent | ErrorEvent)
+        is_aborted = isinstance(mine[-1], FinishedEvent) and mine[-1].reason == "abort"
+        assert found == (tokens[: len(found)] if is_aborted or not mine[:-1] else tokens)
+    assert _is_idle(engine)

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -178,6 +179,22 @@ def test_any_history_conserves_pages_and_ends_every_request(
     assert all(p.num_used == 0 for p in world.table.pools.values())
     assert all(s.state is SequenceState.FINISHED for s in world.sequences.values())
     assert sorted(world.scheduler._free_slots) == list(range(world.config.max_sequences))
+
+
+@pytest.mark.slow
+@settings(max_examples=10_000, deadline=None)
+@given(
+    history=actions,
+    is_overlapped=st.booleans(),
+    full=st.integers(12, 24),
+    window=st.integers(4, 14),
+    budget=st.integers(3, 20),
+    mixed=st.integers(3, 20),
+)
+def test_thousands_of_histories_leak_nothing(history, is_overlapped, full, window, budget, mixed):
+    world = World(full=full, window=window, budget=budget, mixed=mixed, is_overlapped=is_overlapped)
+    _play(world, history)
+    assert all(p.num_used == 0 for p in world.table.pools.values())
 
 
 @settings(max_examples=60, deadline=None)

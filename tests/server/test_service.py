@@ -207,3 +207,17 @@ def test_a_broken_frame_is_told_and_survived(frame):
             assert _tokens(await service.events_until(_ends("a")), "a") == expected_output([1], 2)
 
     asyncio.run(run())
+
+
+def test_requests_still_in_the_channel_are_refused_at_the_end():
+    async def run():
+        async with _service() as service:
+            await service.stop()
+            for name in ("a", "b"):
+                await service.frontend.send(_request(name, [1], 1))
+            await asyncio.sleep(0.05)
+            EngineService(service.engine, service.pair.engine).serve(lambda: True)
+            events = await service.events_until(_ends("b"))
+        assert [e.code for e in events if isinstance(e, ErrorEvent)] == ["engine_failed"] * 2
+
+    asyncio.run(run())

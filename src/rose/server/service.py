@@ -83,21 +83,36 @@ class EngineService:
 
     def _fail(self, error: Exception) -> None:
         _logger.critical("a step failed with %d requests open", self._num_open(), exc_info=error)
-        text = f"the engine failed in a step ({type(error).__name__}: {error}) and stops; send the request again"
-        events: list[FromEngine] = [
-            ErrorEvent(request_id=request_id, code="engine_failed", message=text)
-            for request_id in self.engine.running_ids()
-        ]
-        self.endpoint.send([*events, self._unready(f"failed: {type(error).__name__}: {error}")])
+        reason = f"{type(error).__name__}: {error}"
+        text = f"the engine failed in a step ({reason}) and stops; send the request again"
+        events = [_failure(request_id, text) for request_id in self.engine.running_ids()]
+        self._say_goodbye(events, text, f"failed: {reason}")
 
     def _abort_all(self) -> None:
         events: list[FromEngine] = []
         for request_id in self.engine.running_ids():
             events += self.engine.abort(request_id)
-        self.endpoint.send([*events, self._unready("stopped")])
+        text = (
+            "the engine is being stopped and takes no more requests; send the request again later"
+        )
+        self._say_goodbye(events, text, "stopped")
 
-    def _unready(self, detail: str) -> FromEngine:
-        return self.engine.status(detail, is_ready=False)
+    def _say_goodbye(self, events: list[FromEngine], text: str, detail: str) -> None:
+        """Send last events, refuse the requests that are still in the channel, and say what happened."""
+        for _ in range(MESSAGES_PER_STEP):
+            try:
+                message = self.endpoint.receive()
+            except ProtocolError:
+                continue
+            if message is None:
+                break
+            if isinstance(message, Request):
+                events.append(_failure(message.request_id, text))
+        self.endpoint.send([*events, self.engine.status(detail, is_ready=False)])
 
     def _num_open(self) -> int:
         return len(self.engine.running_ids())
+
+
+def _failure(request_id: str, text: str) -> ErrorEvent:
+    return ErrorEvent(request_id=request_id, code="engine_failed", message=text)
