@@ -1,12 +1,15 @@
-"""Check, then time, every variant of the CUDA prefill attention on this GPU; JSON lines out.
+"""Check, then time, variants of the CUDA prefill attention on this GPU; JSON lines out.
 
-usage: python benchmarks/attention_variants.py [--variants 0,4,8] [--tokens 8192,32768,128000] [--json FILE]
-                                               [--also triton] [--no-check]
-A variant that hangs or faults ends its process (the check build traps after two seconds); the parent reports it and
-goes on with the next one. Needs torch and nvcc only.
+usage: python benchmarks/attention_variants.py [--variants 6,8,40] [--tokens 8192,32768] [--last 128000]
+                                               [--also triton] [--json FILE] [--seed N]
+Every variant is compiled for itself, all at once. Checks run a build that traps after two seconds where it would
+hang; a variant that hangs or faults ends its process, and the parent goes on without it. Those that are right are
+timed in two rounds, then profiled (clocks per tile of keys by phase); the fastest also runs `--last` tokens and a
+chunk. Needs torch and nvcc only.
 """
 
 import argparse
+import ctypes
 import json
 import os
 import statistics
@@ -46,14 +49,26 @@ CHECKS = [
 ] + [("window_of_50", RAGGED, 50, 64), ("window_of_1000", RAGGED, 1000, 64)]
 
 
-def libraries(variant):
-    """Return (for checks, for timing): the first traps where it would hang."""
-    library = cuda_impl.variant_library
-    return library([variant], defines=["ROSE_WATCHDOG"]), library([variant])
+PIPES = ("ex2", "ex2_bf16x2", "fma", "max", "max3", "pack", "shuffle")
+PHASES = ("data", "turn", "scores", "softmax", "output", "pack", "outside")
+WINDOWED = (8, 23, 40)
+"""Variants that serve windowed layers; timed only there."""
+
+
+def library(variant, *defines):
+    return cuda_impl.variant_library([variant], defines=defines)
+
+
+def needed_libraries(variants):
+    """Return (for checks, for timing, for profiles) of all."""
+    kinds = (("ROSE_WATCHDOG",), (), ("ROSE_PROFILE",))
+    return [
+        library(v, *k) for v in variants for k in kinds if not (v == 40 and "PROFILE" in str(k))
+    ]
 
 
 def launcher(library):
-    return library.launcher("launch_attention_prefill", cuda_impl.ARGUMENTS)
+    return library.launcher("launch_attention_prefill", "p")
 
 
 def draw(chunks, window, page_tokens, seed):
@@ -62,58 +77,63 @@ def draw(chunks, window, page_tokens, seed):
     return case, cases.inputs(case, seed, "cuda")
 
 
+ORDER = ("q_THD", "kv_pages", "page_table_SP", "query_starts_S1", "lengths_S", "sinks_H")
+ORDER += ("scale", "window_tokens", "out_THD")
+
+
 def call(launch, variant, a):
-    keys = ("q_THD", "kv_pages", "page_table_SP", "query_starts_S1", "lengths_S", "sinks_H")
-    rest = {k: a[k] for k in ("scale", "window_tokens", "out_THD")}
-    launch(*cuda_impl.call_arguments(variant, *(a[k] for k in keys), **rest))
+    launch(cuda_impl.pack_call(variant, *(a[name] for name in ORDER)))
 
 
-def sampled_difference(a, chunks, tolerance, rows_each=96):
-    """Compare runs of rows of every sequence (start, middle, end; all of a short one) with float32 attention."""
-    starts = a["query_starts_S1"].tolist()
-    found, wanted, where = [], [], []
-    for s, (new, length) in enumerate(chunks):
-        if new <= 3 * rows_each:
+class Check:
+    """One case: its call, and float32 attention for runs of rows of every sequence (all of a short one)."""
+
+    def __init__(self, name, chunks, window, page_tokens, seed, rows_each=96):
+        self.name, self.window = name, window
+        case, self.a = draw(chunks, window, page_tokens, seed)
+        self.tolerance = cases.tolerance(case)
+        a, starts = self.a, self.a["query_starts_S1"].tolist()
+        wanted, self.rows = [], []
+        for s, (new, length) in enumerate(chunks):
             runs = [(0, new)]
-        else:
-            firsts = (0, new // 2 - 37, new - rows_each)
-            runs = [(first, first + rows_each) for first in firsts]
-        for begin, end in runs:
-            rows = slice(starts[s] + begin, starts[s] + end)
-            wanted.append(
-                attend(
-                    a["q_THD"][rows],
-                    a["kv_pages"],
-                    a["page_table_SP"][s],
-                    a["sinks_H"],
-                    last=length - new + end,
-                    scale=a["scale"],
-                    window_tokens=a["window_tokens"],
+            if new > 3 * rows_each:
+                firsts = (0, new // 2 - 37, new - rows_each)
+                runs = [(first, first + rows_each) for first in firsts]
+            for begin, end in runs:
+                rows = slice(starts[s] + begin, starts[s] + end)
+                self.rows += range(rows.start, rows.stop)
+                wanted.append(
+                    attend(
+                        a["q_THD"][rows],
+                        a["kv_pages"],
+                        a["page_table_SP"][s],
+                        a["sinks_H"],
+                        last=length - new + end,
+                        scale=a["scale"],
+                        window_tokens=window,
+                    )
                 )
-            )
-            found.append(a["out_THD"][rows])
-            where += range(rows.start, rows.stop)
-    found, wanted = torch.cat(found).float(), torch.cat(wanted)
-    difference = compare("out", found, wanted, tolerance)
-    if difference is None:
-        return None
-    bad = (found - wanted).abs().amax(dim=(1, 2)) > tolerance.absolute * wanted.abs().max()
-    bad |= ~torch.isfinite(found).all(dim=2).all(dim=1)
-    rows = [where[i] for i in torch.nonzero(bad).flatten()[:12].tolist()]
-    return f"{difference}; {int(bad.sum())} of {len(where)} rows bad, first {rows}"
+        self.wanted = torch.cat(wanted)
 
-
-def check(launch, variant, seed):
-    problems = []
-    for name, chunks, window, page_tokens in CHECKS:
-        case, a = draw(chunks, window, page_tokens, seed)
-        poison(a["out_THD"])
-        call(launch, variant, a)
+    def problem(self, launch, variant):
+        poison(self.a["out_THD"])
+        call(launch, variant, self.a)
         torch.cuda.synchronize()
-        difference = sampled_difference(a, chunks, cases.tolerance(case))
-        if difference is not None:
-            problems.append(f"{name} window {window}: {difference}")
-    return problems
+        found, wanted = self.a["out_THD"][self.rows].float(), self.wanted
+        difference = compare("out", found, wanted, self.tolerance)
+        if difference is None:
+            return None
+        bad = (found - wanted).abs().amax(dim=(1, 2)) > self.tolerance.absolute * wanted.abs().max()
+        bad |= ~torch.isfinite(found).all(dim=2).all(dim=1)
+        rows = [self.rows[i] for i in torch.nonzero(bad).flatten()[:12].tolist()]
+        where = f"{int(bad.sum())} of {len(self.rows)} rows bad, first {rows}"
+        return f"{self.name} window {self.window}: {difference}; {where}"
+
+
+def check(checks, variant):
+    launch = launcher(library(variant, "ROSE_WATCHDOG"))
+    fitting = [c for c in checks if variant != 40 or (c.window and c.window <= 129)]
+    return [p for p in (c.problem(launch, variant) for c in fitting) if p is not None]
 
 
 def time_us(function):
@@ -144,20 +164,50 @@ def report(line):
     print(json.dumps({"bench": "attention_variants", **line}), flush=True)
 
 
-def time_all(label, run, tokens, limit_ms):
-    """Time `run(arguments)` on prompts of these lengths, full and windowed, and on a ragged batch."""
-    shapes = [(str(t), [(t, t)], w) for t in tokens for w in (None, 128)]
-    shapes += [("8x1024", [(1024, 1024)] * 8, w) for w in (None, 128)]
-    shapes += [("chunk_8192_of_65536", [(8192, 65536)], None)]
-    for name, chunks, window in shapes:
-        case, a = draw(chunks, window, 64, 5)
-        us = time_us(lambda a=a: run(a))
-        line = {**label, "shape": name, "window": window, "median_us": round(us, 1)}
-        report({**line, "tflops": round(cases.flops(case) / us / 1e6, 1)})
-        del a
-        torch.cuda.empty_cache()
-        if window is None and us > limit_ms * 1e3:
-            break
+CHUNK = ("chunk_8192_of_65536", [(8192, 65536)], None)
+
+
+def shapes(tokens, windows):
+    prompts = [(str(t), [(t, t)]) for t in tokens] + [("8x1024", [(1024, 1024)] * 8)]
+    return [(name, chunks, window) for window in windows for name, chunks in prompts]
+
+
+def time_shape(label, run, shape):
+    """Report and return the median of `run(arguments)`."""
+    name, chunks, window = shape
+    case, a = draw(chunks, window, 64, 5)
+    us = time_us(lambda: run(a))
+    line = {**label, "shape": name, "window": window, "median_us": round(us, 1)}
+    report({**line, "tflops": round(cases.flops(case) / us / 1e6, 1)})
+    torch.cuda.empty_cache()
+    return us
+
+
+def profile(label, variant, tokens):
+    """Report the clocks that a warpgroup spends per tile of keys, by phase, and the clock of the multiprocessors."""
+    built = library(variant, "ROSE_PROFILE")
+    launch, read = launcher(built), built.launcher("read_attention_profile", "p")
+    _, a = draw([(tokens, tokens)], None, 64, 5)
+    totals = (ctypes.c_uint64 * (len(PHASES) + 3))()
+    for _ in range(2):  # the first warms up
+        for _ in range(3):
+            call(launch, variant, a)
+        torch.cuda.synchronize()
+        read(ctypes.addressof(totals))
+    *phases, tiles, clocks, nanoseconds = totals
+    spent = {name: round(n / tiles, 1) for name, n in zip(PHASES, phases, strict=True)}
+    report({**label, "profile": spent, "tiles": tiles, "ghz": round(clocks / nanoseconds, 3)})
+
+
+def pipe_rates():
+    """Report how many clocks a scheduler needs per warp instruction."""
+    rates = CudaLibrary(Path(__file__).with_name("pipe_rates.cu"))
+    out = torch.zeros(len(PIPES) + 1, dtype=torch.int32, device="cuda")
+    for _ in range(2):
+        rates.launcher("launch_pipe_rates", "pp")(out.data_ptr(), 0)
+        torch.cuda.synchronize()
+    clocks = [round(n / (4 * 8 * 512), 2) for n in out.tolist()]
+    report({"clocks_per_instruction": dict(zip(PIPES, clocks, strict=False))})
 
 
 def host_us(launch, variant):
@@ -172,41 +222,60 @@ def host_us(launch, variant):
 
 
 def child(arguments):
+    """Check `--variants`, then time those and the ones `--right` already."""
+    right = list(arguments.right)
+    checks = [Check(*c, arguments.seed) for c in CHECKS] if arguments.variants else []
     for variant in arguments.variants:
-        checked, timed = (launcher(library) for library in libraries(variant))
         label = {"variant": variant, "what": cuda_impl.VARIANTS[variant]}
         report({**label, "status": "started"})
-        problems = [] if arguments.no_check else check(checked, variant, arguments.seed)
+        problems = check(checks, variant)
         report({**label, "status": "wrong" if problems else "right", "problems": problems[:6]})
-        if not problems:
-            report({**label, "host_us": round(host_us(timed, variant), 2)})
-            time_all(label, partial(call, timed, variant), arguments.tokens, 1e9)
-        report({**label, "status": "done"})
+        right += [] if problems else [variant]
+    del checks
+    runs = {v: partial(call, launcher(library(v)), v) for v in right}
+    full = [v for v in right if v not in WINDOWED]
+    taken = {}
+    for turn in (1, 2):
+        for v in right:
+            label = {"variant": v, "what": cuda_impl.VARIANTS[v], "round": turn}
+            for shape in shapes(arguments.tokens, [128 if v in WINDOWED else None]):
+                us = time_shape(label, runs[v], shape)
+                taken[v] = us if shape[0] == str(max(arguments.tokens)) else taken.get(v, us)
+    pipe_rates()
+    if full:
+        report(
+            {"variant": full[0], "host_us": round(host_us(launcher(library(full[0])), full[0]), 2)}
+        )
+        best = min(full, key=taken.get)
+        label = {"variant": best, "what": cuda_impl.VARIANTS[best], "best": True}
+        time_shape(label, runs[best], CHUNK)
+        if arguments.last:
+            time_shape(label, runs[best], (str(arguments.last), [(arguments.last,) * 2], None))
+    for v in full:
+        profile({"variant": v, "what": cuda_impl.VARIANTS[v]}, v, 32768)
     for name in arguments.also:
         (other,) = (i for i in registry.implementations("attention_prefill") if i.name == name)
-        time_all(
-            {"implementation": name}, lambda a, o=other: o.function(**a), arguments.tokens, 100
-        )
+        for shape in shapes(arguments.tokens, (None, 128)):
+            time_shape({"implementation": name}, lambda a, o=other: o.function(**a), shape)
 
 
 def parent(arguments, file):
     begin = time.perf_counter()
-    wanted = [library for variant in arguments.variants for library in libraries(variant)]
+    wanted = needed_libraries(arguments.variants)
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # of compilers, which are processes
-        built = list(pool.map(CudaLibrary.build, wanted))
-    lines = [line for b in built for line in b.log.splitlines()]
-    warnings = [t for t in lines if "Potential" in t or "C7508" in t]
+        logs = [built.log for built in pool.map(CudaLibrary.build, wanted)]
+    warnings = [t for log in logs for t in log.splitlines() if "Potential" in t or "C7508" in t]
     report({"build_s": round(time.perf_counter() - begin, 1), "warnings": warnings})
-    left = list(arguments.variants)
-    while left or arguments.also:
+    left, right = list(arguments.variants), []
+    while True:
         command = [sys.executable, __file__, "--child", "--seed", str(arguments.seed)]
         command += ["--variants", ",".join(map(str, left)), "--also", ",".join(arguments.also)]
+        command += ["--right", ",".join(map(str, right)), "--last", str(arguments.last)]
         command += ["--tokens", ",".join(map(str, arguments.tokens))]
-        command += ["--no-check"] if arguments.no_check else []
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
-        tail = []
+        tail, started = [], None
         for text in process.stdout:
             if not text.startswith('{"bench"'):
                 tail = [*tail[-12:], text.rstrip()[:300]]
@@ -216,12 +285,20 @@ def parent(arguments, file):
                 file.write(text)
                 file.flush()
             line = json.loads(text)
-            if line.get("status") == "done":
-                left.remove(line["variant"])
+            status = line.get("status")
+            if status == "started":
+                started = line["variant"]
+            elif status in ("right", "wrong"):
+                left.remove(started)
+                right += [started] if status == "right" else []
+                started = None
         if process.wait() == 0:
-            return
-        failed = left.pop(0) if left else arguments.also.pop()
-        report({"variant": failed, "status": "process failed", "tail": tail})
+            break
+        report({"variant": started, "status": "process failed", "tail": tail})
+        if started is None:  # not in a check: what would come next is unknown
+            sys.exit(1)
+        left.remove(started)
+    report({"wall_s": round(time.perf_counter() - begin, 1)})
 
 
 def numbers(text):
@@ -230,13 +307,14 @@ def numbers(text):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    known = list(range(len(cuda_impl.VARIANTS)))
-    parser.add_argument("--variants", type=numbers, default=known)
+    wanted = [6, 4, 8, *(v for v in cuda_impl.VARIANTS if v >= 12)]
+    parser.add_argument("--variants", type=numbers, default=wanted)
+    parser.add_argument("--right", type=numbers, default=[])
+    parser.add_argument("--last", type=int, default=128000, help="0: none")
     parser.add_argument("--tokens", type=numbers, default=[8192, 32768])
     parser.add_argument("--also", type=lambda t: [n for n in t.split(",") if n], default=[])
     parser.add_argument("--seed", type=int, default=int(time.time()) % 100000)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--child", action="store_true")
     arguments = parser.parse_args()
     if arguments.child:

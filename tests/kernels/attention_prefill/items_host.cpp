@@ -8,16 +8,25 @@
 
 using namespace rose::attention_prefill;
 
-// Write the items of one block, in its order, as rows of 8 ints; return how many.
-extern "C" int list_items(int num_sequences, const int* starts, const int* lengths, int num_heads, int section_heads,
-                          int window, int item_rows, int tile_keys, int block, int num_blocks, int* out) {
-  std::vector<int> memory(3 * (num_sequences + 1));
+// Tables over `memory`; count(new tokens, length) gives the tiles of a sequence.
+template <class Count>
+Tables fill_tables(std::vector<int>& memory, int num_sequences, const int* starts, const int* lengths, Count count) {
+  memory.resize(3 * (num_sequences + 1));
   Tables tables(memory.data(), num_sequences);
   for (int s = 0; s < num_sequences; ++s) {
-    tables.tiles_before[s + 1] = tables.tiles_before[s] + num_tiles(starts[s + 1] - starts[s], item_rows);
+    tables.tiles_before[s + 1] = tables.tiles_before[s] + count(starts[s + 1] - starts[s], lengths[s]);
     tables.starts[s + 1] = starts[s + 1];
     tables.lengths[s] = lengths[s];
   }
+  return tables;
+}
+
+// Write the items of one block, in its order, as rows of 8 ints; return how many.
+extern "C" int list_items(int num_sequences, const int* starts, const int* lengths, int num_heads, int section_heads,
+                          int window, int item_rows, int tile_keys, int block, int num_blocks, int* out) {
+  std::vector<int> memory;
+  const Tables tables = fill_tables(memory, num_sequences, starts, lengths,
+                                    [&](int num_queries, int) { return num_tiles(num_queries, item_rows); });
   Walk walk{block, num_blocks};
   const int num_items = tables.tiles_before[num_sequences] * num_heads;
   int count = 0;
@@ -30,4 +39,16 @@ extern "C" int list_items(int num_sequences, const int* starts, const int* lengt
 
 extern "C" void reach_of(const int* item, int wg, int window, int tile_keys, int* out) {
   *reinterpret_cast<Reach*>(out) = find_reach(*reinterpret_cast<const Item*>(item), wg, window, tile_keys);
+}
+
+// Write all items of windowed layers as rows of 8 ints; return how many.
+extern "C" int list_window_items(int num_sequences, const int* starts, const int* lengths, int num_groups, int window,
+                                 int* out) {
+  std::vector<int> memory;
+  const Tables tables = fill_tables(memory, num_sequences, starts, lengths, num_window_tiles);
+  const int num_items = tables.tiles_before[num_sequences] * num_groups;
+  for (int index = 0; index < num_items; ++index) {
+    reinterpret_cast<WindowItem*>(out)[index] = find_window_item(tables, num_sequences, num_groups, window, index);
+  }
+  return num_items;
 }

@@ -117,3 +117,35 @@ def test_heads_of_a_section_run_together(host) -> None:
     assert heads == sorted(heads)
     highs = [i["high"] for i in items[: len(items) // 2]]
     assert highs == sorted(highs, reverse=True)
+
+
+WINDOW_FIELDS = ("sequence", "group", "first_row", "begin", "end", "first_key", "length", "seen")
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("window", [1, 50, 128, 129])
+def test_window_items_do_every_row_once_and_hold_what_it_sees(host, name, window) -> None:
+    chunks, groups = BATCHES[name], 3
+    starts = np.cumsum([0, *(new for new, _ in chunks)], dtype=np.int32)
+    lengths = np.array([length for _, length in chunks], dtype=np.int32)
+    out = np.zeros((4096, 8), dtype=np.int32)
+    count = host.list_window_items(
+        len(chunks), pointer(starts), pointer(lengths), groups, window, pointer(out)
+    )
+    done = np.zeros((starts[-1], groups), dtype=int)
+    for row in out[:count].tolist():
+        item = dict(zip(WINDOW_FIELDS, row, strict=True))
+        new, length = chunks[item["sequence"]]
+        assert item["length"] == length
+        assert item["first_key"] % 64 == 0
+        rows = np.arange(item["begin"], item["end"])
+        assert len(rows) > 0
+        done[item["first_row"] + rows, item["group"]] += 1
+        positions = item["first_row"] + rows - starts[item["sequence"]] + length - new
+        # As the kernel has it: row r is at position first_key + 128 + r.
+        assert (positions == item["first_key"] + 128 + rows).all()
+        lowest = np.maximum(0, positions - window + 1)
+        assert item["seen"] == lowest[0]
+        assert (lowest >= item["first_key"]).all()
+        assert (positions < item["first_key"] + 192).all()
+    assert (done == 1).all()

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from rose.kernels import registry
-from rose.kernels.build import CudaLibrary, disassemble, find_cuobjdump, find_nvcc
+from rose.kernels.build import CudaLibrary, LaunchError, disassemble, find_cuobjdump, find_nvcc
 
 registry.load("attention_prefill")
 from rose.kernels.attention_prefill import cuda_impl  # noqa: E402
@@ -52,3 +52,19 @@ def test_second_product_overlaps_the_softmax(library: CudaLibrary) -> None:
         assert len(loop) == 2, "no loop of scores and output issued together"
         exponentials = loop[1].split("DEPBAR.LE gsb0, 0x0")[0].count("MUFU.EX2")
         assert exponentials >= keys // 2 * 3 // 4
+
+
+def test_launcher_reads_what_pack_call_writes(library: CudaLibrary) -> None:
+    """No GPU is needed to be refused: the order of fields is that of `Call` in the source."""
+    launch = library.launcher("launch_attention_prefill", "p")
+    values = dict.fromkeys(CALL_FIELDS, 0) | {"num_sequences": 1, "page_tokens": 64, "scale": 1.0}
+    launch(cuda_impl.CALL.pack(*values.values()))  # no tokens: nothing to do
+    for wrong in ({"page_tokens": 65}, {"num_sequences": 0}, {"num_sequences": 2049}):
+        with pytest.raises(LaunchError, match="invalid argument"):
+            launch(cuda_impl.CALL.pack(*(values | {"num_tokens": 1} | wrong).values()))
+
+
+CALL_FIELDS = re.findall(
+    r"\b(\w+)(?=[,;])",
+    re.sub(r"//.*", "", cuda_impl.SOURCE.read_text().split("struct Call {")[1].split("};")[0]),
+)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from struct import Struct
 
 import torch
 from torch import Tensor
@@ -16,27 +17,42 @@ from torch import Tensor
 from rose.kernels.build import CudaLibrary
 from rose.kernels.registry import Band, Implementation, Sizes, register
 
-VARIANTS = (
-    "2 warpgroups, 128 keys, plain",
-    "2 warpgroups, 128 keys, overlap",
-    "2 warpgroups, 128 keys, overlap, turns",
-    "3 warpgroups, 128 keys, overlap",
-    "3 warpgroups, 128 keys, overlap, turns",
-    "3 warpgroups, 128 keys, overlap, turns, polynomial",
-    "3 warpgroups, 128 keys, overlap, turns, lazy",
-    "3 warpgroups, 128 keys, overlap, turns, polynomial, lazy",
-    "3 warpgroups, 64 keys, overlap",
-    "2 warpgroups, 192 keys, overlap, turns",
-    "2 warpgroups, 192 keys, overlap, turns, polynomial, lazy",
-    "2 warpgroups, 64 keys, overlap",
-)
-"""What the numbers given to `launch_attention_prefill` mean, in order."""
+VARIANTS = {
+    1: "2 warpgroups, 128 keys",
+    2: "2 warpgroups, 128 keys, turns",
+    3: "3 warpgroups, 128 keys",
+    4: "3 warpgroups, 128 keys, turns",
+    5: "3 warpgroups, 128 keys, turns, polynomial",
+    6: "3 warpgroups, 128 keys, turns, lazy",
+    7: "3 warpgroups, 128 keys, turns, polynomial, lazy",
+    8: "3 warpgroups, 64 keys",
+    9: "2 warpgroups, 192 keys, turns",
+    10: "2 warpgroups, 192 keys, turns, polynomial, lazy",
+    11: "2 warpgroups, 64 keys",
+    12: "3 warpgroups, 128 keys, turns, late",
+    13: "3 warpgroups, 128 keys, turns, late, integer",
+    14: "3 warpgroups, 128 keys, late",
+    15: "3 warpgroups, 128 keys, turns, late, polynomial of 1/8",
+    16: "3 warpgroups, 128 keys, turns, late, 2 parts",
+    17: "3 warpgroups, 128 keys, turns, late, integer, 2 parts",
+    18: "4 warpgroups, 64 keys, late",
+    19: "4 warpgroups, 64 keys, turns, late",
+    20: "4 warpgroups, 64 keys, late, integer",
+    21: "2 warpgroups, 128 keys, turns, late, queries held",
+    22: "2 warpgroups, 128 keys, late, integer, 2 parts, queries held",
+    23: "3 warpgroups, 64 keys, late, integer",
+    24: "3 warpgroups, 128 keys, turns passed early, late",
+    25: "3 warpgroups, 128 keys, turns passed early, late, integer",
+    26: "3 warpgroups, 128 keys, turns passed early, late, integer, 2 parts",
+    40: "window at once, 3 warpgroups",
+}
+"""What the numbers given to `launch_attention_prefill` mean: kVariants in kernel_sm90.cu, and window.cuh."""
 
 FULL_VARIANT = 6
 WINDOW_VARIANT = 8
 SOURCE = Path(__file__).with_name("kernel_sm90.cu")
-ARGUMENTS = "ipqpqpiippppiiiiifiip"
-"""Of `launch_attention_prefill`, as `CudaLibrary.launcher` wants them."""
+CALL = Struct("@8P2q9if")
+"""`Call` of kernel_sm90.cu: packed, as one argument is cheaper than 21."""
 
 
 def variant_library(variants: Iterable[int], *, defines: Iterable[str] = ()) -> CudaLibrary:
@@ -46,7 +62,7 @@ def variant_library(variants: Iterable[int], *, defines: Iterable[str] = ()) -> 
 
 
 _library = variant_library((FULL_VARIANT, WINDOW_VARIANT))
-_launch = _library.launcher("launch_attention_prefill", ARGUMENTS)
+_launch = _library.launcher("launch_attention_prefill", "p")
 
 
 @cache
@@ -55,7 +71,7 @@ def num_multiprocessors(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
-def call_arguments(
+def pack_call(
     variant: int,
     q_THD: Tensor,
     kv_pages: Tensor,
@@ -63,37 +79,35 @@ def call_arguments(
     query_starts_S1: Tensor,
     lengths_S: Tensor,
     sinks_H: Tensor,
-    *,
     scale: float,
     window_tokens: int | None,
     out_THD: Tensor,
-) -> tuple[int | float, ...]:
-    """Return the launcher's arguments for one call; on the current stream."""
+) -> bytes:
+    """Return what the launcher is called with; on the current stream."""
     num_tokens, num_heads, _ = q_THD.shape
     num_pages, _, num_groups, page_tokens, _ = kv_pages.shape
-    device_index = q_THD.device.index
-    return (
-        variant,
+    device_index = q_THD.get_device()
+    return CALL.pack(
         q_THD.data_ptr(),
-        q_THD.stride(0),
         kv_pages.data_ptr(),
-        num_pages,
         page_table_SP.data_ptr(),
-        page_table_SP.stride(0),
-        page_table_SP.shape[1],
         query_starts_S1.data_ptr(),
         lengths_S.data_ptr(),
         sinks_H.data_ptr(),
         out_THD.data_ptr(),
+        torch._C._cuda_getCurrentRawStream(device_index),
+        q_THD.stride(0),
+        num_pages,
+        variant,
+        page_table_SP.stride(0),
         num_tokens,
         lengths_S.shape[0],
         num_heads,
         num_groups,
         page_tokens,
-        scale,
         window_tokens or 0,
         num_multiprocessors(device_index),
-        torch._C._cuda_getCurrentRawStream(device_index),
+        scale,
     )
 
 
@@ -113,7 +127,7 @@ def attention_prefill(
     """Attend with the variant for full or for windowed layers; see the contract."""
     del max_query_tokens  # the kernel counts its own tiles
     _launch(
-        *call_arguments(
+        pack_call(
             FULL_VARIANT if window_tokens is None else WINDOW_VARIANT,
             q_THD,
             kv_pages,
@@ -121,9 +135,9 @@ def attention_prefill(
             query_starts_S1,
             lengths_S,
             sinks_H,
-            scale=scale,
-            window_tokens=window_tokens,
-            out_THD=out_THD,
+            scale,
+            window_tokens,
+            out_THD,
         )
     )
 

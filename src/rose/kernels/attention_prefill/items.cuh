@@ -95,4 +95,51 @@ __host__ __device__ inline Reach find_reach(const Item& item, int wg, int window
   return reach;
 }
 
+// Windowed layers: an item is one kv head and the positions 64 tile .. 64 tile + 63 of a sequence, of which the new
+// ones are rows begin .. end - 1. With a window of at most 129 they see three tiles of 64 keys.
+constexpr int kWindowTiles = 3;
+constexpr int kWindowKeys = kWindowTiles * kRows;
+constexpr int kMaxWindow = kWindowKeys - kRows + 1;
+
+struct __align__(16) WindowItem {
+  int sequence, group;
+  int first_row;   // of row 0 in q and out; below the sequence's own, even below 0, where begin is not 0
+  int begin, end;
+  int first_key;   // position of key 0, a multiple of 64; below 0 near the start
+  int length;      // of the sequence
+  int seen_key;    // the lowest that any row sees
+};
+static_assert(sizeof(WindowItem) == 32, "two 16-byte words");
+
+__host__ __device__ inline int num_window_tiles(int num_queries, int length) {
+  return num_queries == 0 ? 0 : (length - 1) / kRows - (length - num_queries) / kRows + 1;
+}
+
+__host__ __device__ inline WindowItem find_window_item(const Tables& tables, int num_sequences, int num_groups,
+                                                       int window, int index) {
+  const int tile = index / num_groups;
+  int low = 0, high = num_sequences;
+  while (high - low > 1) {
+    const int middle = (low + high) >> 1;
+    if (tables.tiles_before[middle] <= tile) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  const int length = tables.lengths[low];
+  const int first = length - (tables.starts[low + 1] - tables.starts[low]);  // position of the first new token
+  const int position = (first / kRows + tile - tables.tiles_before[low]) * kRows;
+  WindowItem item;
+  item.sequence = low;
+  item.group = index - tile * num_groups;
+  item.first_row = tables.starts[low] + position - first;
+  item.begin = larger(0, first - position);
+  item.end = smaller(kRows, length - position);
+  item.first_key = position + kRows - kWindowKeys;
+  item.length = length;
+  item.seen_key = larger(0, position + item.begin - window + 1);
+  return item;
+}
+
 }  // namespace rose::attention_prefill

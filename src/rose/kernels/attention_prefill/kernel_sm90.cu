@@ -9,8 +9,12 @@
 #include "items.cuh"
 #include "launch.cuh"
 #include "mbarrier.cuh"
+#include "profile.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
+
+#include <atomic>
+#include <type_traits>
 
 #ifndef ROSE_VARIANTS
 #error "define ROSE_VARIANTS: bit v is set where variant v is to be compiled"
@@ -34,29 +38,48 @@ constexpr float kLazyLog2 = 8.0f;                 // lazy: probabilities may gro
 
 // What may vary; every combination computes the same thing.
 struct Options {
-  int warpgroups;  // consumers
-  int tile;        // keys of a tile
-  int stages;      // tiles of keys, and of values, in shared memory
-  bool overlap;    // the next scores are issued before this softmax is used
-  bool turns;      // warpgroups take turns at issuing products
-  int polynomial;  // of every 8 pairs of exponentials, how many avoid the MUFU
-  bool lazy;       // rescale only where a maximum grew by more than 2^8
+  int warpgroups;        // consumers
+  int tile;              // keys of a tile
+  int stages;            // tiles of keys, and of values, in shared memory
+  bool turns;            // warpgroups take turns at issuing products
+  int polynomial;        // of every 8 pairs of exponentials, how many avoid the MUFU
+  bool lazy;             // rescale only where a maximum grew by more than 2^8
+  bool late = false;     // lazy, and a row's four threads share their maxima only where one grew so far
+  bool integer = false;  // late, and growth is looked for with three-way integer maxima
+  int parts = 1;         // products of scores per tile; the softmax of the first runs beside the second
+  bool held = false;     // queries are held in registers
+  int early = 0;         // steps of the second product that are issued after the turn is passed
 };
 
 // By number; VARIANTS in cuda_impl.py has the words. Compiled are those whose bit is set in ROSE_VARIANTS.
 constexpr Options kVariants[] = {
-    {2, 128, 2, false, false, 0, false},  // 0
-    {2, 128, 4, true, false, 0, false},   // 1
-    {2, 128, 4, true, true, 0, false},    // 2
-    {3, 128, 4, true, false, 0, false},   // 3
-    {3, 128, 4, true, true, 0, false},    // 4
-    {3, 128, 4, true, true, 2, false},    // 5
-    {3, 128, 4, true, true, 0, true},     // 6
-    {3, 128, 4, true, true, 2, true},     // 7
-    {3, 64, 6, true, false, 0, false},    // 8
-    {2, 192, 3, true, true, 0, false},    // 9
-    {2, 192, 3, true, true, 2, true},     // 10
-    {2, 64, 6, true, false, 0, false},    // 11
+    {},                                                // 0: gone (no overlap of the two products)
+    {2, 128, 4, false, 0, false},                      // 1
+    {2, 128, 4, true, 0, false},                       // 2
+    {3, 128, 4, false, 0, false},                      // 3
+    {3, 128, 4, true, 0, false},                       // 4
+    {3, 128, 4, true, 2, false},                       // 5
+    {3, 128, 4, true, 0, true},                        // 6
+    {3, 128, 4, true, 2, true},                        // 7
+    {3, 64, 6, false, 0, false},                       // 8
+    {2, 192, 3, true, 0, false},                       // 9
+    {2, 192, 3, true, 2, true},                        // 10
+    {2, 64, 6, false, 0, false},                       // 11
+    {3, 128, 4, true, 0, true, true},                  // 12
+    {3, 128, 4, true, 0, true, true, true},            // 13
+    {3, 128, 4, false, 0, true, true},                 // 14
+    {3, 128, 4, true, 1, true, true},                  // 15
+    {3, 128, 4, true, 0, true, true, false, 2},        // 16
+    {3, 128, 4, true, 0, true, true, true, 2},         // 17
+    {4, 64, 6, false, 0, true, true},                  // 18
+    {4, 64, 6, true, 0, true, true},                   // 19
+    {4, 64, 6, false, 0, true, true, true},            // 20
+    {2, 128, 4, true, 0, true, true, false, 1, true},  // 21
+    {2, 128, 4, false, 0, true, true, true, 2, true},  // 22
+    {3, 64, 6, false, 0, true, true, true},            // 23
+    {3, 128, 4, true, 0, true, true, false, 1, false, 4},  // 24
+    {3, 128, 4, true, 0, true, true, true, 1, false, 4},   // 25
+    {3, 128, 4, true, 0, true, true, true, 2, false, 4},   // 26
 };
 
 template <int kVariant>
@@ -65,11 +88,19 @@ struct Config {
   static constexpr int kWarpgroups = kOptions.warpgroups;
   static constexpr int kTile = kOptions.tile;
   static constexpr int kStages = kOptions.stages;
-  static constexpr bool kOverlap = kOptions.overlap;
-  static constexpr bool kPingPong = kOptions.turns;
+  static constexpr bool kTurns = kOptions.turns;
   static constexpr int kPolynomial = kOptions.polynomial;
   static constexpr bool kLazy = kOptions.lazy;
+  static constexpr bool kLate = kOptions.late;
+  static constexpr bool kInteger = kOptions.integer;
+  static constexpr int kParts = kOptions.parts;
+  static constexpr bool kHeld = kOptions.held;
+  static constexpr int kEarly = kOptions.early;
+  static_assert(kTile % (16 * kParts) == 0, "a part is whole steps of the second product");
+  static_assert(kLate || (!kInteger && kParts == 1), "written for late only");
 
+  static constexpr int kPart = kTile / kParts;
+  static constexpr int kScores = kPart / 2;  // of a part, in one thread
   static constexpr int kThreads = (kWarpgroups + 1) * 128;
   static constexpr int kItemRows = kWarpgroups * kRows;
   static constexpr int kBoxes = kTile / kRows;
@@ -77,8 +108,8 @@ struct Config {
   static constexpr int kQueryBytes = kQuerySlots * kWarpgroups * kBoxBytes;
   static constexpr int kNumBarriers = 4 * kWarpgroups + 4 * kStages;
   // Registers: 65536 / kThreads at launch, then producers hand theirs to consumers.
-  static constexpr int kConsumerRegisters = kWarpgroups == 3 ? 160 : 232;
-  static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : 40;
+  static constexpr int kConsumerRegisters = kWarpgroups == 4 ? 112 : kWarpgroups == 3 ? 160 : 232;
+  static constexpr int kProducerRegisters = kWarpgroups == 2 ? 40 : 32;
 
   static int shared_bytes(int num_sequences) {
     return 1024 + kQueryBytes + 2 * kStages * kTileBytes + 8 * kNumBarriers + kItemSlots * 32 +
@@ -97,14 +128,21 @@ struct Parameters {
   int window;
   int section_heads;  // heads walked together, so that their keys and values stay in L2
   float scale_log2, inverse_scale;
+  float lazy_scores;  // what kLazyLog2 is in raw scores
 };
+
+// Where dynamic shared memory begins, rounded up to 1024: known, so that addresses cost the loop nothing. The first
+// KiB belongs to the driver; a profile keeps a few static words after it.
+constexpr uint32_t kBase = kIsProfiled ? 2048 : 1024;
+
+__device__ __forceinline__ void check_base(const uint8_t* raw) {
+  if (((shared_address(raw) + 1023) & ~1023u) != kBase) __trap();
+}
 
 // Shared memory, by address. Barriers: queries full and empty [slot][warpgroup], keys and values full and empty [stage].
 template <class C>
 struct Shared {
-  uint32_t base;
-  __device__ explicit Shared(const uint8_t* raw) : base((shared_address(raw) + 1023) & ~1023u) {}
-
+  static constexpr uint32_t base = kBase;
   static constexpr uint32_t kKeys = C::kQueryBytes;
   static constexpr uint32_t kValues = kKeys + C::kStages * C::kTileBytes;
   static constexpr uint32_t kBarriers = kValues + C::kStages * C::kTileBytes;
@@ -143,9 +181,9 @@ struct Place {
   }
 };
 
-// Fill the tables of sequences; warp 0 counts the tiles of queries before each.
-template <class C>
-__device__ void count_tiles(const Parameters& p, const Tables& tables) {
+// Fill the tables of sequences; warp 0 counts the tiles before each, which are count(new tokens, length).
+template <class Count>
+__device__ void count_tiles(const Parameters& p, const Tables& tables, Count count) {
   for (int s = threadIdx.x; s <= p.num_sequences; s += blockDim.x) {
     tables.starts[s] = p.query_starts[s];
     if (s < p.num_sequences) tables.lengths[s] = p.lengths[s];
@@ -155,7 +193,7 @@ __device__ void count_tiles(const Parameters& p, const Tables& tables) {
     for (int base = 0; base < p.num_sequences; base += 32) {
       int s = base + lane, tiles = 0;
       if (s < p.num_sequences) {
-        tiles = num_tiles(p.query_starts[s + 1] - p.query_starts[s], C::kItemRows);
+        tiles = count(p.query_starts[s + 1] - p.query_starts[s], p.lengths[s]);
       }
       int sum = tiles;
       for (int step = 1; step < 32; step <<= 1) {
@@ -270,46 +308,123 @@ __device__ __forceinline__ float exp2_polynomial(float x) {
   return y;
 }
 
-// Take one tile of raw scores into the running softmax; scores become probabilities (relative to the maximum).
-// Returns whether what was summed so far has to be multiplied by `factor`.
+// What the rows of a thread (g and g + 8 of its warp) have come to.
+struct Running {
+  float maximum[2], sum[2];
+  float factor[2];  // by which the output so far has to be multiplied, if is_grown
+  bool is_grown;
+};
+
+// The largest raw score of each row in this thread's columns and before.
 template <class C>
-__device__ __forceinline__ bool take_scores(float (&s)[C::kTile / 2], float (&maximum)[2], float (&sum)[2],
-                                            float (&factor)[2], float scale_log2) {
-  constexpr int kPairs = C::kTile / 8;
-  float top[2];
+__device__ __forceinline__ void find_tops(const float (&s)[C::kScores], const float (&maximum)[2], float (&top)[2]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     float a = fmaxf(maximum[h], s[2 * h]), b = s[2 * h + 1];
 #pragma unroll
-    for (int j = 1; j < kPairs; ++j) {
+    for (int j = 1; j < C::kPart / 8; ++j) {
       a = fmaxf(a, s[4 * j + 2 * h]);
       b = fmaxf(b, s[4 * j + 2 * h + 1]);
     }
-    a = fmaxf(a, b);
-    a = fmaxf(a, __shfl_xor_sync(~0u, a, 1));
-    top[h] = fmaxf(a, __shfl_xor_sync(~0u, a, 2));
+    top[h] = fmaxf(a, b);
   }
-  bool is_grown = true;
-  if constexpr (C::kLazy) {
-    float growth = fmaxf(top[0] - maximum[0], top[1] - maximum[1]) * scale_log2;
-    is_grown = __any_sync(~0u, growth > kLazyLog2);
-    if (!is_grown) {
-      top[0] = maximum[0];
-      top[1] = maximum[1];
+}
+
+__device__ __forceinline__ void share_tops(float (&top)[2]) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 1));
+    top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 2));
+  }
+}
+
+// Whether some score may lie more than 2^8 above its row's maximum. Floats that are not negative are ordered as
+// their bits are as integers, and negative ones lie below them: right where the limit is not negative, so that a
+// negative one counts as grown.
+template <class C>
+__device__ __forceinline__ bool may_have_grown(const float (&s)[C::kScores], const float (&maximum)[2],
+                                               float lazy_scores) {
+  bool is_grown = false;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    int a = __float_as_int(s[2 * h]), b = __float_as_int(s[2 * h + 1]);
+#pragma unroll
+    for (int j = 1; j + 1 < C::kPart / 8; j += 2) {
+      a = __vimax3_s32(a, __float_as_int(s[4 * j + 2 * h]), __float_as_int(s[4 * j + 4 + 2 * h]));
+      b = __vimax3_s32(b, __float_as_int(s[4 * j + 2 * h + 1]), __float_as_int(s[4 * j + 5 + 2 * h]));
+    }
+    if constexpr (C::kPart / 8 % 2 == 0) {
+      a = __vimax3_s32(a, b, max(__float_as_int(s[C::kScores - 4 + 2 * h]), __float_as_int(s[C::kScores - 3 + 2 * h])));
+    } else {
+      a = max(a, b);
+    }
+    const int limit = __float_as_int(maximum[h] + lazy_scores);
+    is_grown |= limit < 0 || a > limit;
+  }
+  return is_grown;
+}
+
+// Take one part of a tile of raw scores into the running softmax; scores become probabilities, relative to the
+// maximum. Sets r.factor and r.is_grown for the tile.
+template <class C, int kIndex>
+__device__ __forceinline__ void take_scores(float (&parts)[C::kParts][C::kScores], Running& r, const Parameters& p) {
+  float(&s)[C::kScores] = parts[kIndex];
+  float top[2];
+  if constexpr (kIndex == 0) r.is_grown = !C::kLazy;
+  if constexpr (C::kLate) {
+    bool is_grown;
+    if constexpr (C::kInteger) {
+      is_grown = may_have_grown<C>(s, r.maximum, p.lazy_scores);
+    } else {
+      find_tops<C>(s, r.maximum, top);
+      is_grown = fmaxf(top[0] - r.maximum[0], top[1] - r.maximum[1]) * p.scale_log2 > kLazyLog2;
+    }
+    if (__any_sync(~0u, is_grown)) {
+      if constexpr (C::kInteger) find_tops<C>(s, r.maximum, top);
+      share_tops(top);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float factor = exp2_mufu((r.maximum[h] - top[h]) * p.scale_log2);
+        r.maximum[h] = top[h];
+        r.sum[h] *= factor;
+        r.factor[h] = kIndex > 0 && r.is_grown ? r.factor[h] * factor : factor;
+        if constexpr (kIndex > 0) {
+#pragma unroll
+          for (int i = 0; i < C::kScores; ++i) {
+            if ((i >> 1 & 1) == h) parts[0][i] *= factor;
+          }
+        }
+      }
+      r.is_grown = true;
+    }
+  } else {
+    find_tops<C>(s, r.maximum, top);
+    share_tops(top);
+    if constexpr (C::kLazy) {
+      float growth = fmaxf(top[0] - r.maximum[0], top[1] - r.maximum[1]) * p.scale_log2;
+      r.is_grown = __any_sync(~0u, growth > kLazyLog2);
+      if (!r.is_grown) {
+        top[0] = r.maximum[0];
+        top[1] = r.maximum[1];
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      r.factor[h] = exp2_mufu((r.maximum[h] - top[h]) * p.scale_log2);
+      r.maximum[h] = top[h];
+      r.sum[h] *= r.factor[h];
     }
   }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    factor[h] = exp2_mufu((maximum[h] - top[h]) * scale_log2);
-    maximum[h] = top[h];
-    const float offset = -top[h] * scale_log2;
+    const float offset = -r.maximum[h] * p.scale_log2;
     float a = 0.0f, b = 0.0f;
 #pragma unroll
-    for (int j = 0; j < kPairs; ++j) {
+    for (int j = 0; j < C::kPart / 8; ++j) {
       float& low = s[4 * j + 2 * h];
       float& high = s[4 * j + 2 * h + 1];
-      low = fmaf(low, scale_log2, offset);
-      high = fmaf(high, scale_log2, offset);
+      low = fmaf(low, p.scale_log2, offset);
+      high = fmaf(high, p.scale_log2, offset);
       // Spread evenly over the tile, so that both pipes are busy all the time.
       if ((j * C::kPolynomial) % 8 + C::kPolynomial >= 8 && C::kPolynomial > 0) {
         low = exp2_polynomial(low);
@@ -321,16 +436,15 @@ __device__ __forceinline__ bool take_scores(float (&s)[C::kTile / 2], float (&ma
       a += low;
       b += high;
     }
-    sum[h] = fmaf(sum[h], factor[h], a + b);
+    r.sum[h] += a + b;
   }
-  return is_grown;
 }
 
 // Mask what a row must not see. `last` is the row's position minus the column of this thread's first score.
 template <class C>
-__device__ __forceinline__ void mask_scores(float (&s)[C::kTile / 2], const int (&last)[2], int window) {
+__device__ __forceinline__ void mask_scores(float (&s)[C::kScores], const int (&last)[2], int window) {
 #pragma unroll
-  for (int j = 0; j < C::kTile / 8; ++j) {
+  for (int j = 0; j < C::kPart / 8; ++j) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int column = 8 * j + (e & 1), limit = last[e >> 1];
@@ -340,37 +454,77 @@ __device__ __forceinline__ void mask_scores(float (&s)[C::kTile / 2], const int 
 }
 
 template <class C>
-__device__ __forceinline__ void pack_probabilities(const float (&s)[C::kTile / 2],
+__device__ __forceinline__ void pack_probabilities(const float (&s)[C::kParts][C::kScores],
                                                    uint32_t (&packed)[C::kTile / 16][4]) {
 #pragma unroll
   for (int k = 0; k < C::kTile / 16; ++k) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) packed[k][i] = pack_bf16(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
+    for (int i = 0; i < 4; ++i) {
+      const int at = 8 * k + 2 * i;
+      packed[k][i] = pack_bf16(s[at / C::kScores][at % C::kScores], s[at / C::kScores][at % C::kScores + 1]);
+    }
   }
 }
 
+// A warpgroup's queries as an operand: a descriptor, or the fragments themselves.
 template <class C>
-__device__ __forceinline__ void issue_scores(float (&s)[C::kTile / 2], uint64_t query, uint32_t keys) {
-  const uint64_t key = descriptor_swizzle128(keys);
+struct Queries {
+  uint64_t descriptor;
+  uint32_t held[C::kHeld ? kHeadDim / 16 : 1][4];
+
+  __device__ __forceinline__ void take(uint32_t address) {
+    if constexpr (!C::kHeld) {
+      descriptor = descriptor_swizzle128(address);
+    } else {
+      const int row = (threadIdx.x >> 5 & 3) * 16 + (threadIdx.x & 15), half = threadIdx.x >> 4 & 1;
 #pragma unroll
-  for (int k = 0; k < kHeadDim / 16; ++k) wgmma_bf16<C::kTile>(s, advance(query, 32 * k), advance(key, 32 * k), k > 0);
-  wgmma_commit();
-}
+      for (int k = 0; k < kHeadDim / 16; ++k) {
+        const uint32_t from = address + row * kRowBytes + (((2 * k + half) ^ (row & 7)) << 4);
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(held[k][0]), "=r"(held[k][1]), "=r"(held[k][2]), "=r"(held[k][3])
+                     : "r"(from)
+                     : "memory");
+      }
+    }
+  }
+};
 
 template <class C>
+__device__ __forceinline__ void issue_scores(float (&s)[C::kParts][C::kScores], const Queries<C>& query,
+                                             uint32_t keys) {
+#pragma unroll
+  for (int part = 0; part < C::kParts; ++part) {
+    const uint64_t key = descriptor_swizzle128(keys + part * C::kPart * kRowBytes);
+#pragma unroll
+    for (int k = 0; k < kHeadDim / 16; ++k) {
+      if constexpr (C::kHeld) {
+        wgmma_bf16<C::kPart>(s[part], query.held[k], advance(key, 32 * k), k > 0);
+      } else {
+        wgmma_bf16<C::kPart>(s[part], advance(query.descriptor, 32 * k), advance(key, 32 * k), k > 0);
+      }
+    }
+    wgmma_commit();
+  }
+}
+
+// pass() is called kEarly steps before the end.
+template <class C, class Pass>
 __device__ __forceinline__ void issue_output(float (&o)[32], const uint32_t (&packed)[C::kTile / 16][4],
-                                             uint32_t values) {
+                                             uint32_t values, Pass pass) {
   const uint64_t value = descriptor_swizzle128(values);
 #pragma unroll
-  for (int k = 0; k < C::kTile / 16; ++k) wgmma_bf16_mn<kHeadDim>(o, packed[k], advance(value, 16 * kRowBytes * k), 1);
+  for (int k = 0; k < C::kTile / 16; ++k) {
+    if (C::kEarly > 0 && k == C::kTile / 16 - C::kEarly) pass();
+    wgmma_bf16_mn<kHeadDim>(o, packed[k], advance(value, 16 * kRowBytes * k), 1);
+  }
   wgmma_commit();
+  if constexpr (C::kEarly == 0) pass();
 }
 
 // Zero the rows of a tile of values that lie past the end of the sequence: their memory was never written and may
 // hold NaN, which a probability of zero does not remove. Several warpgroups may do it to one tile; all write zeros.
-template <class C>
-__device__ void clear_values(uint32_t values, int first_row, int wg) {
-  for (int i = first_row * (kRowBytes / 16) + (threadIdx.x & 127); i < C::kTile * (kRowBytes / 16); i += 128) {
+__device__ __forceinline__ void clear_values(uint32_t values, int first_row, int end_row, int wg) {
+  for (int i = first_row * (kRowBytes / 16) + (threadIdx.x & 127); i < end_row * (kRowBytes / 16); i += 128) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(values + 16 * i), "r"(0) : "memory");
   }
   fence_proxy_async();
@@ -390,9 +544,9 @@ __device__ __forceinline__ uint4 transpose_quad(uint32_t w0, uint32_t w1, uint32
   return upper ? make_uint4(c0, c1, b0, b1) : make_uint4(a0, a1, c0, c1);
 }
 
-template <class C>
-__device__ __forceinline__ void store_output(const Parameters& p, const Item& item, const float (&o)[32],
-                                             float (&sum)[2], int row) {
+// Write a thread's two rows, `row` and row + 8, of those from `begin` to before `end`; `out` is at row 0.
+__device__ __forceinline__ void store_output(__nv_bfloat16* out, int stride, const float (&o)[32],
+                                             const float (&sum)[2], int row, int begin, int end) {
   const int t = threadIdx.x & 3;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -405,8 +559,8 @@ __device__ __forceinline__ void store_output(const Parameters& p, const Item& it
     const uint4 left = transpose_quad(w[0], w[1], w[2], w[3], t);
     const uint4 right = transpose_quad(w[4], w[5], w[6], w[7], t);
     const int local = row + 8 * h;
-    if (local < item.num_rows) {
-      __nv_bfloat16* to = p.out + (int64_t(item.first_row + local) * p.num_heads + item.head) * kHeadDim + 8 * t;
+    if (local >= begin && local < end) {
+      __nv_bfloat16* to = out + local * stride + 8 * t;
       *reinterpret_cast<uint4*>(to) = left;
       *reinterpret_cast<uint4*>(to + 32) = right;
     }
@@ -419,7 +573,10 @@ __device__ __forceinline__ void consume(const Parameters& p, const Shared<C>& sh
   // across the loop over tiles, and the rest is read again from the item.
   const bool is_signaller = (threadIdx.x & 31) == 0;
   const int row = ((threadIdx.x >> 5) & 3) * 16 + (threadIdx.x & 31) / 4;  // of this thread in its warpgroup
-  float s[C::kTile / 2], o[32], maximum[2], sum[2], factor[2];
+  float s[C::kParts][C::kScores], o[32];
+  Running r;
+  Queries<C> query;
+  Profile profile;
   uint32_t packed[C::kTile / 16][4];
 
   auto release = [&](uint32_t barrier) {
@@ -429,17 +586,18 @@ __device__ __forceinline__ void consume(const Parameters& p, const Shared<C>& sh
   auto parity = [](unsigned tiles) { return tiles / C::kStages & 1; };
   // Turns: barrier 1 + i opens warpgroup i, once per tile of an item, also where it has nothing to compute.
   auto take_turn = [&] {
-    if constexpr (C::kPingPong) named_sync(1 + wg, 256);
+    if constexpr (C::kTurns) named_sync(1 + wg, 256);
   };
   auto pass_turn = [&] {
-    if constexpr (C::kPingPong) named_arrive(wg == C::kWarpgroups - 1 ? 1 : 2 + wg, 256);
+    if constexpr (C::kTurns) named_arrive(wg == C::kWarpgroups - 1 ? 1 : 2 + wg, 256);
   };
   auto settle_probabilities = [&] {
 #pragma unroll
     for (int k = 0; k < C::kTile / 16; ++k) settle(packed[k]);
   };
-  if (C::kPingPong && wg == C::kWarpgroups - 1) named_arrive(1, 256);
+  if (C::kTurns && wg == C::kWarpgroups - 1) named_arrive(1, 256);
 
+  profile.start();
   unsigned tiles = 0;  // taken from the ring of keys so far; values lag by one inside an item
   auto skip_tile = [&] {
     take_turn();
@@ -465,18 +623,25 @@ __device__ __forceinline__ void consume(const Parameters& p, const Shared<C>& sh
       release(shared.query_empty(slot, wg));
       continue;
     }
-    const uint64_t query = descriptor_swizzle128(shared.query(slot, wg));
-    auto mask_tile = [&] {
-      const int column = tile * C::kTile;
-      if (column + C::kTile - 1 > position || column <= position + kRows - 1 - p.window) {
+    query.take(shared.query(slot, wg));
+    if constexpr (C::kHeld) {
+      __syncwarp();
+      release(shared.query_empty(slot, wg));
+    }
+    auto take_part = [&](auto part) {
+      constexpr int kIndex = decltype(part)::value;
+      const int column = tile * C::kTile + kIndex * C::kPart;
+      settle(s[kIndex]);
+      if (column + C::kPart - 1 > position || column <= position + kRows - 1 - p.window) {
         const int last = position + row - column - 2 * int(threadIdx.x & 3);
-        mask_scores<C>(s, {last, last + 8}, p.window);
+        mask_scores<C>(s[kIndex], {last, last + 8}, p.window);
       }
+      take_scores<C, kIndex>(s, r, p);
     };
     const float sink = p.sinks[item->head] * p.inverse_scale;
-    maximum[0] = maximum[1] = fmaxf(sink, kLowest);
+    r.maximum[0] = r.maximum[1] = fmaxf(sink, kLowest);
     // Each thread of a quad sums its own columns; one of them also holds the sink.
-    sum[0] = sum[1] = (threadIdx.x & 3) == 0 ? exp2_mufu((sink - maximum[0]) * p.scale_log2) : 0.0f;
+    r.sum[0] = r.sum[1] = (threadIdx.x & 3) == 0 ? exp2_mufu((sink - r.maximum[0]) * p.scale_log2) : 0.0f;
 #pragma unroll
     for (int i = 0; i < 32; ++i) o[i] = 0.0f;
 
@@ -487,73 +652,68 @@ __device__ __forceinline__ void consume(const Parameters& p, const Shared<C>& sh
     issue_scores<C>(s, query, shared.key(stage(tiles)));
     pass_turn();
     wgmma_wait<0>();
-    settle(s);
     release(shared.key_empty(stage(tiles)));
-    mask_tile();
-    take_scores<C>(s, maximum, sum, factor, p.scale_log2);
+    take_part(std::integral_constant<int, 0>{});
+    if constexpr (C::kParts == 2) take_part(std::integral_constant<int, 1>{});
     pack_probabilities<C>(s, packed);
     if ((tile + 1) * C::kTile > item->length) {
       mbarrier_wait(shared.value_full(stage(tiles)), parity(tiles));
-      clear_values<C>(shared.value(stage(tiles)), item->length - tile * C::kTile, wg);
+      clear_values(shared.value(stage(tiles)), item->length - tile * C::kTile, C::kTile, wg);
     }
     // Between: the scores of a tile beside the output of the one before it.
+    profile.mark(kOutsideLoop);
     for (--tile; tile >= low; --tile) {
       const unsigned before = tiles++;
       mbarrier_wait(shared.key_full(stage(tiles)), parity(tiles));
       mbarrier_wait(shared.value_full(stage(before)), parity(before));
+      profile.mark(kData);
       take_turn();
+      profile.mark(kTurn);
       wgmma_fence();
-      bool is_grown;
-      if constexpr (C::kOverlap) {
-        issue_scores<C>(s, query, shared.key(stage(tiles)));
-        issue_output<C>(o, packed, shared.value(stage(before)));
-        pass_turn();
-        wgmma_wait<1>();
-        settle(s);
-        mask_tile();
-        is_grown = take_scores<C>(s, maximum, sum, factor, p.scale_log2);
-        // The keys were free since the scores came, but ptxas moves the wait below above the exponentials unless
-        // something it may not reorder hangs on their result; a sum is never negative. (SASS of CUDA 13.0; without
-        // it nothing overlaps the second product.)
-        if (is_signaller && !(sum[0] + sum[1] < 0.0f)) mbarrier_arrive(shared.key_empty(stage(tiles)));
-        wgmma_wait<0>();
-        // The packing stays below the wait: above, it would need registers beside those in flight.
-        settle(s);
-        settle(o);
-        settle_probabilities();
-        release(shared.value_empty(stage(before)));
-      } else {
-        issue_output<C>(o, packed, shared.value(stage(before)));
-        wgmma_wait<0>();
-        settle(o);
-        settle_probabilities();
-        release(shared.value_empty(stage(before)));
-        wgmma_fence();
-        issue_scores<C>(s, query, shared.key(stage(tiles)));
-        pass_turn();
-        wgmma_wait<0>();
-        settle(s);
-        release(shared.key_empty(stage(tiles)));
-        mask_tile();
-        is_grown = take_scores<C>(s, maximum, sum, factor, p.scale_log2);
+      issue_scores<C>(s, query, shared.key(stage(tiles)));
+      issue_output<C>(o, packed, shared.value(stage(before)), pass_turn);
+      // ptxas moves a wait above the exponentials before it unless something it may not reorder hangs on their
+      // result; a sum is never negative. (SASS of CUDA 13.0; without it nothing overlaps the product that is waited
+      // for.) After the last part that is the release of the keys, although they were free since the scores came.
+      if constexpr (C::kParts == 2) {
+        wgmma_wait<2>();
+        profile.mark(kScoresWait);
+        take_part(std::integral_constant<int, 0>{});
+        if (is_signaller && r.sum[0] + r.sum[1] < 0.0f) mbarrier_arrive(shared.key_empty(stage(tiles)));
+        profile.mark(kSoftmax);
       }
-      if (is_grown) {
+      wgmma_wait<1>();
+      profile.mark(kScoresWait);
+      take_part(std::integral_constant<int, C::kParts - 1>{});
+      if (is_signaller && !(r.sum[0] + r.sum[1] < 0.0f)) mbarrier_arrive(shared.key_empty(stage(tiles)));
+      profile.mark(kSoftmax);
+      wgmma_wait<0>();
+      profile.mark(kOutputWait);
+      // The packing stays below the wait: above, it would need registers beside those in flight.
 #pragma unroll
-        for (int i = 0; i < 32; ++i) o[i] *= factor[(i >> 1) & 1];
+      for (int part = 0; part < C::kParts; ++part) settle(s[part]);
+      settle(o);
+      settle_probabilities();
+      release(shared.value_empty(stage(before)));
+      if (r.is_grown) {
+#pragma unroll
+        for (int i = 0; i < 32; ++i) o[i] *= r.factor[(i >> 1) & 1];
       }
       pack_probabilities<C>(s, packed);
+      profile.mark(kPack);
     }
     // Last: the output of the oldest tile.
-    release(shared.query_empty(slot, wg));
+    if constexpr (!C::kHeld) release(shared.query_empty(slot, wg));
     mbarrier_wait(shared.value_full(stage(tiles)), parity(tiles));
     wgmma_fence();
-    issue_output<C>(o, packed, shared.value(stage(tiles)));
+    issue_output<C>(o, packed, shared.value(stage(tiles)), [] {});
     wgmma_wait<0>();
     settle(o);
     settle_probabilities();
     release(shared.value_empty(stage(tiles)));
     ++tiles;
-    store_output<C>(p, *item, o, sum, wg * kRows + row);
+    __nv_bfloat16* out = p.out + (int64_t(item->first_row) * p.num_heads + item->head) * kHeadDim;
+    store_output(out, p.num_heads * kHeadDim, o, r.sum, wg * kRows + row, 0, item->num_rows);
     for (; tile >= item->tile_low; --tile) skip_tile();
   }
 }
@@ -563,7 +723,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     attention_prefill(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_kv,
                       const __grid_constant__ Parameters p) {
   extern __shared__ uint8_t raw[];
-  const Shared<C> shared(raw);
+  check_base(raw);
+  const Shared<C> shared;
+  BlockProfile profile;
+  profile.start();
   if (threadIdx.x == 0) {
     tma_prefetch_map(&map_q);
     tma_prefetch_map(&map_kv);
@@ -581,7 +744,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     }
     mbarrier_init_fence();
   }
-  count_tiles<C>(p, Tables(shared.tables(raw), p.num_sequences));
+  count_tiles(p, Tables(shared.tables(raw), p.num_sequences),
+              [](int num_queries, int) { return num_tiles(num_queries, C::kItemRows); });
   __syncthreads();
   if (threadIdx.x < 128) {
     registers_shrink<C::kProducerRegisters>();
@@ -590,79 +754,126 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     registers_grow<C::kConsumerRegisters>();
     consume<C>(p, shared, raw, __shfl_sync(~0u, int(threadIdx.x) / 128 - 1, 0));
   }
+  profile.finish();
 }
 
+#include "window.cuh"
+
+// Once per kernel and device: it may use as much shared memory as it ever needs.
+template <class Kernel>
+cudaError_t allow_shared(Kernel* kernel, int bytes, std::atomic<uint64_t>& done) {
+  int device;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess || done.load(std::memory_order_relaxed) >> (device & 63) & 1) return error;
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error == cudaSuccess) done.fetch_or(uint64_t(1) << (device & 63), std::memory_order_relaxed);
+  return error;
+}
+
+struct Maps {
+  CUtensorMap q, kv;
+};
+
 template <class C>
-cudaError_t launch(const CUtensorMap& map_q, const CUtensorMap& map_kv, const Parameters& p, int num_blocks,
-                   cudaStream_t stream) {
-  const int bytes = C::shared_bytes(p.num_sequences);
-  cudaError_t error =
-      cudaFuncSetAttribute(attention_prefill<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+cudaError_t launch(const Maps& maps, const Parameters& p, int num_blocks, cudaStream_t stream) {
+  static std::atomic<uint64_t> done{0};
+  const cudaError_t error = allow_shared(attention_prefill<C>, C::shared_bytes(kMaxSequences), done);
   if (error != cudaSuccess) return error;
-  attention_prefill<C><<<num_blocks, C::kThreads, bytes, stream>>>(map_q, map_kv, p);
+  attention_prefill<C><<<num_blocks, C::kThreads, C::shared_bytes(p.num_sequences), stream>>>(maps.q, maps.kv, p);
   return cudaGetLastError();
 }
 
+template <class Memory>
+cudaError_t launch_window(const Maps& maps, const Parameters& p, int num_blocks, cudaStream_t stream) {
+  if (p.window > kMaxWindow) return cudaErrorInvalidValue;
+  static std::atomic<uint64_t> done{0};
+  const cudaError_t error = allow_shared(attention_prefill_window<Memory>, Memory::bytes(kMaxSequences), done);
+  if (error != cudaSuccess) return error;
+  attention_prefill_window<Memory>
+      <<<num_blocks, Memory::kThreads, Memory::bytes(p.num_sequences), stream>>>(maps.q, maps.kv, p);
+  return cudaGetLastError();
+}
+
+constexpr int kWindowVariant = 40;  // window.cuh
+constexpr int kNumVariants = sizeof(kVariants) / sizeof(Options);
+static_assert(kNumVariants <= kWindowVariant, "the number of window.cuh is taken");
+
+constexpr bool is_compiled(int variant) { return uint64_t(ROSE_VARIANTS) >> variant & 1; }
+
 // Variant kNumber or one after it.
 template <int kNumber = 0>
-cudaError_t launch_variant(int variant, const CUtensorMap& map_q, const CUtensorMap& map_kv, const Parameters& p,
-                           int num_blocks, cudaStream_t stream) {
-  if constexpr (kNumber == sizeof(kVariants) / sizeof(Options)) {
-    return cudaErrorInvalidValue;  // no such variant, or it was not compiled
-  } else {
-    if constexpr (uint64_t(ROSE_VARIANTS) >> kNumber & 1) {
-      if (variant == kNumber) return launch<Config<kNumber>>(map_q, map_kv, p, num_blocks, stream);
+cudaError_t launch_variant(int variant, const Maps& maps, const Parameters& p, int num_blocks, cudaStream_t stream) {
+  if constexpr (kNumber < kNumVariants) {
+    if constexpr (is_compiled(kNumber)) {
+      if (variant == kNumber) return launch<Config<kNumber>>(maps, p, num_blocks, stream);
     }
-    return launch_variant<kNumber + 1>(variant, map_q, map_kv, p, num_blocks, stream);
+    return launch_variant<kNumber + 1>(variant, maps, p, num_blocks, stream);
+  } else {
+    if constexpr (is_compiled(kWindowVariant)) {
+      if (variant == kWindowVariant) return launch_window<WindowShared>(maps, p, num_blocks, stream);
+    }
+    return cudaErrorInvalidValue;  // no such variant, or it was not compiled
   }
 }
 
 }  // namespace
 
-// Shapes and meaning: contract.py. `window` 0 is none; `q_stride` and `page_stride` are elements from one token, or
-// one sequence, to the next; `variant` is a row of kVariants.
-extern "C" int launch_attention_prefill(int variant, const void* q, int64_t q_stride, const void* kv, int64_t num_pages,
-                                        const void* page_table, int page_stride, int page_columns,
-                                        const void* query_starts, const void* lengths, const void* sinks, void* out,
-                                        int num_tokens, int num_sequences, int num_heads, int num_groups,
-                                        int page_tokens, float scale, int window, int num_blocks,
-                                        cudaStream_t stream) {
-  if (num_tokens == 0) return cudaSuccess;
-  if (num_sequences < 1 || num_sequences > kMaxSequences || page_tokens % kRows != 0) return cudaErrorInvalidValue;
-  CUtensorMap map_q, map_kv;
-  const uint64_t q_sizes[] = {kHeadDim, uint64_t(num_heads), uint64_t(num_tokens)};
-  const uint64_t q_strides[] = {kRowBytes, uint64_t(q_stride) * 2};
+// Shapes and meaning: contract.py. Packed by CALL in cuda_impl.py, with these fields in this order.
+struct Call {
+  const void *q, *kv, *page_table, *query_starts, *lengths, *sinks;
+  void* out;
+  cudaStream_t stream;
+  int64_t q_stride;  // elements from one token to the next
+  int64_t num_pages;
+  int variant;      // a row of kVariants, or kWindowVariant
+  int page_stride;  // elements from one sequence's row of the page table to the next
+  int num_tokens, num_sequences, num_heads, num_groups, page_tokens;
+  int window;  // 0: none
+  int num_blocks;
+  float scale;
+};
+
+extern "C" int launch_attention_prefill(const Call* call) {
+  const Call& c = *call;
+  if (c.num_tokens == 0) return cudaSuccess;
+  if (c.num_sequences < 1 || c.num_sequences > kMaxSequences || c.page_tokens % kRows != 0) {
+    return cudaErrorInvalidValue;
+  }
+  Maps maps;
+  const uint64_t q_sizes[] = {kHeadDim, uint64_t(c.num_heads), uint64_t(c.num_tokens)};
+  const uint64_t q_strides[] = {kRowBytes, uint64_t(c.q_stride) * 2};
   const uint32_t q_box[] = {kHeadDim, 1, kRows};
-  cudaError_t error = encode_tensor_map(&map_q, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, q, q_sizes, q_strides, q_box,
+  cudaError_t error = encode_tensor_map(&maps.q, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, c.q, q_sizes, q_strides, q_box,
                                         CU_TENSOR_MAP_SWIZZLE_128B);
   if (error != cudaSuccess) return error;
-  const uint64_t kv_sizes[] = {kHeadDim, uint64_t(num_pages) * 2 * num_groups * page_tokens};
+  const uint64_t kv_sizes[] = {kHeadDim, uint64_t(c.num_pages) * 2 * c.num_groups * c.page_tokens};
   const uint64_t kv_strides[] = {kRowBytes};
   const uint32_t kv_box[] = {kHeadDim, kRows};
-  error = encode_tensor_map(&map_kv, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, kv, kv_sizes, kv_strides, kv_box,
+  error = encode_tensor_map(&maps.kv, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, c.kv, kv_sizes, kv_strides, kv_box,
                             CU_TENSOR_MAP_SWIZZLE_128B);
   if (error != cudaSuccess) return error;
 
   // Without a window, walk only so many kv heads at a time as leave half of a 50 MB L2 to each of its halves.
-  int section_groups = num_groups;
-  const int64_t head_bytes = int64_t(page_columns) * page_tokens * 2 * kRowBytes;
-  while (window == 0 && section_groups % 2 == 0 && section_groups * head_bytes > (int64_t(24) << 20)) {
+  int section_groups = c.num_groups;
+  const int64_t head_bytes = int64_t(c.page_stride) * c.page_tokens * 2 * kRowBytes;
+  while (c.window == 0 && section_groups % 2 == 0 && section_groups * head_bytes > (int64_t(24) << 20)) {
     section_groups /= 2;
   }
   Parameters p;
-  p.page_table = static_cast<const int*>(page_table);
-  p.query_starts = static_cast<const int*>(query_starts);
-  p.lengths = static_cast<const int*>(lengths);
-  p.sinks = static_cast<const float*>(sinks);
-  p.out = static_cast<__nv_bfloat16*>(out);
-  p.page_stride = page_stride;
-  p.num_sequences = num_sequences;
-  p.num_heads = num_heads;
-  p.num_groups = num_groups;
-  p.page_tokens = page_tokens;
-  p.window = window > 0 ? window : kNoWindow;
-  p.section_heads = section_groups * (num_heads / num_groups);
-  p.scale_log2 = scale * kLog2e;
-  p.inverse_scale = 1.0f / scale;
-  return launch_variant(variant, map_q, map_kv, p, num_blocks, stream);
+  p.page_table = static_cast<const int*>(c.page_table);
+  p.query_starts = static_cast<const int*>(c.query_starts);
+  p.lengths = static_cast<const int*>(c.lengths);
+  p.sinks = static_cast<const float*>(c.sinks);
+  p.out = static_cast<__nv_bfloat16*>(c.out);
+  p.page_stride = c.page_stride;
+  p.num_sequences = c.num_sequences;
+  p.num_heads = c.num_heads;
+  p.num_groups = c.num_groups;
+  p.page_tokens = c.page_tokens;
+  p.window = c.window > 0 ? c.window : kNoWindow;
+  p.section_heads = section_groups * (c.num_heads / c.num_groups);
+  p.scale_log2 = c.scale * kLog2e;
+  p.inverse_scale = 1.0f / c.scale;
+  p.lazy_scores = kLazyLog2 / p.scale_log2;
+  return launch_variant(c.variant, maps, p, c.num_blocks, c.stream);
 }
