@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rose.config.cache import CacheConfig
@@ -25,6 +26,8 @@ class BenchSetup:
     model_config: GptOssConfig
     device: DeviceFacts
     seed: int
+    is_trial: bool = False
+    """Layers were cut off: runs, but is no result."""
 
     @property
     def name(self) -> str:
@@ -38,32 +41,42 @@ def setup(
     size: str,
     weights: str,
     device: str,
-    only: dict[str, str],
+    only: dict[str, str] | None = None,
     seed: int = 0,
-    num_layers: int | None = None,
+    layers: int | None = None,
     kv_tokens: int | None = None,
     max_step_tokens: int = 16384,
-    use_graphs: bool = True,
+    max_mixed_tokens: int = 4096,
+    graphs: bool = True,
 ) -> BenchSetup:
     """Compose and resolve the configuration of a bench run."""
     facts = detect(device)
     model_config = tiny() if size == "tiny" else published(size)
-    if num_layers is not None:
+    if layers is not None:
         model_config = replace(
             model_config,
-            num_layers=num_layers,
-            window_tokens=model_config.window_tokens[:num_layers],
+            num_layers=layers,
+            window_tokens=model_config.window_tokens[:layers],
         )
     config = EngineConfig(
         model=f"synthetic gpt-oss-{size}",
         device=device,
-        use_graphs=use_graphs,
+        use_graphs=graphs,
         quant=QuantConfig(weights=weights),
         cache=CacheConfig(kv_tokens=kv_tokens),
-        scheduler=SchedulerConfig(max_step_tokens=max_step_tokens),
-        kernels=KernelsConfig(only=only),
+        scheduler=SchedulerConfig(
+            max_step_tokens=max_step_tokens, max_mixed_tokens=max_mixed_tokens
+        ),
+        kernels=KernelsConfig(only=only or {}),
     ).resolve(facts, checkpoint_format="mxfp4")
-    return BenchSetup(size=size, config=config, model_config=model_config, device=facts, seed=seed)
+    return BenchSetup(
+        size=size,
+        config=config,
+        model_config=model_config,
+        device=facts,
+        seed=seed,
+        is_trial=layers is not None,
+    )
 
 
 def tiny() -> GptOssConfig:
@@ -84,7 +97,9 @@ def tiny() -> GptOssConfig:
     )
 
 
-def build(bench: BenchSetup) -> LLMEngine:
-    """Make the model on the device and the engine around it."""
+def build(bench: BenchSetup, report: Callable[[str], None] = lambda _text: None) -> LLMEngine:
+    """Make the model on the device and the engine around it; `report` is told what is being done."""
+    report(f"drawing the weights of gpt-oss-{bench.size}")
     model = synthetic_model(bench.model_config, bench.config, bench.device, seed=bench.seed)
-    return LLMEngine.from_model(model, bench.config)
+    report("building the engine")
+    return LLMEngine.from_model(model, bench.config, report=report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import statistics
 import subprocess
@@ -13,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
+PACKAGE = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,27 +28,22 @@ class Origin:
     clocks: str
 
     @classmethod
-    def here(cls, *, config: str, commit: str | None = None) -> Origin:
+    def here(
+        cls, *, device: str, config: str, commit: str | None = None, command: str | None = None
+    ) -> Origin:
         """Describe this process; `commit` is given where the tree travels without its repository."""
-        name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
         return cls(
-            device=name,
-            commit=commit or _git_commit(),
-            command=shlex.join(["python", "-m", "rose.cli.main", *sys.argv[1:]]),
+            device=device,
+            commit=commit or git_commit(),
+            command=command or shlex.join(["python", "-m", "rose.cli.main", *sys.argv[1:]]),
             config=config,
             clocks=_clocks(),
         )
 
-    def line(self, bench: str, samples: Sequence[float], **fields: Any) -> dict[str, Any]:
-        """Return a line with median, 10th and 90th percentile of `samples`."""
-        ordered = sorted(samples)
+    def stamp(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Return `fields` with the origin behind them."""
         return {
-            "bench": bench,
             **fields,
-            "median": round(statistics.median(ordered), 6),
-            "p10": round(ordered[len(ordered) // 10], 6),
-            "p90": round(ordered[-1 - len(ordered) // 10], 6),
-            "num_samples": len(ordered),
             "config": self.config,
             "device": self.device,
             "commit": self.commit,
@@ -55,6 +51,25 @@ class Origin:
             "command": self.command,
             "clocks": self.clocks,
         }
+
+    def line(self, bench: str, samples: Sequence[float], **fields: Any) -> dict[str, Any]:
+        """Return a line with median, 10th and 90th percentile of `samples`."""
+        return self.stamp(
+            {
+                "bench": bench,
+                **fields,
+                "median": round(statistics.median(samples), 6),
+                "p10": percentile(samples, 10),
+                "p90": percentile(samples, 90),
+                "num_samples": len(samples),
+            }
+        )
+
+
+def percentile(samples: Sequence[float], percent: float) -> float:
+    """Return the sample that `percent` of all are not above (nearest rank), rounded to six digits."""
+    ordered = sorted(samples)
+    return round(ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)], 6)
 
 
 def append(path: Path | None, line: dict[str, Any]) -> None:
@@ -66,15 +81,20 @@ def append(path: Path | None, line: dict[str, Any]) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def _git_commit() -> str:
+def git_commit() -> str:
+    """Return the commit of this source, marked where the source differs from it; result files do not count."""
     try:
-        commit = subprocess.check_output(
-            ["git", "rev-parse", "--short=12", "HEAD"], text=True, stderr=subprocess.DEVNULL
-        ).strip()
-        status = subprocess.check_output(["git", "status", "--porcelain"], text=True)
+        commit = _git("rev-parse", "--short=12", "HEAD")
+        changed = _git("status", "--porcelain", "--", str(PACKAGE))
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return commit + ("-dirty" if status.strip() else "")
+    return commit + ("-dirty" if changed else "")
+
+
+def _git(*words: str) -> str:
+    return subprocess.check_output(
+        ["git", "-C", str(PACKAGE), *words], text=True, stderr=subprocess.DEVNULL
+    ).strip()
 
 
 def _clocks() -> str:

@@ -2,162 +2,126 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+import statistics
 from typing import Any
 
-import torch
-from rich.console import Console
-from rich.table import Table
-
-from rose.bench.build import BenchSetup, build, setup
-from rose.bench.record import Origin, append
-from rose.bench.sweep import PromptSource, decode_milliseconds, drain, prefill_seconds
-from rose.engine.engine import LLMEngine
-
-_console = Console()
-
-
-class Session:
-    """One engine under measurement and where its lines go."""
-
-    def __init__(
-        self,
-        *,
-        size: str,
-        weights: str,
-        device: str,
-        only: dict[str, str],
-        layers: int | None,
-        kv_tokens: int | None,
-        max_step_tokens: int,
-        graphs: bool,
-        path: Path | None,
-        commit: str | None,
-        profile: Path | None,
-    ) -> None:
-        self.setup: BenchSetup = setup(
-            size=size,
-            weights=weights,
-            device=device,
-            only=only,
-            num_layers=layers,
-            kv_tokens=kv_tokens,
-            max_step_tokens=max_step_tokens,
-            use_graphs=graphs,
-        )
-        begin = time.perf_counter()
-        self.engine: LLMEngine = build(self.setup)
-        self.prompts = PromptSource(self.setup.model_config.vocab_size)
-        self.origin = Origin.here(config=self.setup.name, commit=commit)
-        self.path, self.profile = path, profile
-        self.is_trial = layers is not None
-        _console.print(
-            f"gpt-oss-{size} ready in {time.perf_counter() - begin:.1f} s, {self.setup.name}"
-        )
-        self.lines: list[dict[str, Any]] = []
-
-    def report(self, bench: str, samples: list[float], **fields: Any) -> None:
-        """Print and store one cell."""
-        line = self.origin.line(
-            bench,
-            samples,
-            model=self.setup.size,
-            kv=self.setup.config.quant.kv,
-            **fields,
-        )
-        if self.is_trial:
-            line["option"] = True
-        self.lines.append(line)
-        append(self.path, line)
-        shown = ", ".join(f"{k} {v}" for k, v in fields.items())
-        unit = "ms" if bench == "decode" else "s"
-        _console.print(f"{bench:8} {shown}: {line['median']:.4f} {unit} (p90 {line['p90']:.4f})")
-
-    def prefill(self, tokens: int, repeats: int) -> None:
-        """Measure one prompt length."""
-        prefill_seconds(self.engine, self.prompts, tokens)
-        with self.traced(f"prefill-{tokens}"):
-            samples = [prefill_seconds(self.engine, self.prompts, tokens) for _ in range(repeats)]
-        self.report("prefill", samples, tokens=tokens, distinct_experts=self.distinct_experts())
-
-    def decode(self, batch: int, context: int) -> None:
-        """Measure one batch size; what does not fit is said and left out."""
-        with self.traced(f"decode-{batch}"):
-            samples = decode_milliseconds(self.engine, self.prompts, batch, context)
-        drain(self.engine)
-        self.report(
-            "decode",
-            samples,
-            batch=batch,
-            context=context,
-            distinct_experts=self.distinct_experts(batch),
-        )
-
-    def distinct_experts(self, batch: int | None = None) -> float:
-        """Return the mean number of experts hit per layer by random tokens (`batch` of them, or 4096)."""
-        from rose.models.gpt_oss.synthetic import mean_distinct_experts
-
-        return round(mean_distinct_experts(self.engine.model, batch or 4096, seed=1), 2)
-
-    @contextmanager
-    def traced(self, name: str) -> Iterator[None]:
-        """Profile what runs inside, where a folder was given."""
-        if self.profile is None:
-            yield
-            return
-        self.profile.mkdir(parents=True, exist_ok=True)
-        with torch.profiler.profile() as profiler:
-            yield
-        table = profiler.key_averages().table(sort_by="cuda_time_total", row_limit=40)
-        (self.profile / f"{name}.txt").write_text(table)
-
-    def table(self) -> None:
-        """Print all cells."""
-        table = Table(title=f"gpt-oss-{self.setup.size} on {self.origin.device}")
-        for name in ("cell", "median", "p90", "experts hit"):
-            table.add_column(name, justify="right")
-        for line in self.lines:
-            cell = (
-                f"prefill {line['tokens']}"
-                if line["bench"] == "prefill"
-                else (f"decode {line['batch']} x {line['context']}")
-            )
-            unit = "s" if line["bench"] == "prefill" else "ms"
-            table.add_row(
-                cell,
-                f"{line['median']:.4f} {unit}",
-                f"{line['p90']:.4f}",
-                str(line["distinct_experts"]),
-            )
-        _console.print(table)
-
-
-def run_prefill(*, tokens: list[int], repeats: int, **options: Any) -> None:
-    """Measure prompt lengths."""
-    session = Session(**options)
-    for number in tokens:
-        session.prefill(number, repeats)
-    session.table()
-
-
-def run_decode(*, batches: list[int], context: int, **options: Any) -> None:
-    """Measure batch sizes at one context."""
-    session = Session(**options)
-    for batch in batches:
-        session.decode(batch, context)
-    session.table()
+from rose.bench.load import closed_loop, mixed, mixed_tokens
+from rose.bench.progress import BenchProgress
+from rose.bench.record import percentile
+from rose.bench.session import Session
 
 
 def run_latency(
-    *, tokens: list[int], batches: list[int], context: int, repeats: int, **options: Any
+    *,
+    tokens: list[int],
+    batches: list[int],
+    contexts: list[int],
+    repeats: int,
+    **options: Any,
 ) -> None:
-    """Measure both on one engine."""
-    session = Session(**options)
-    for number in tokens:
-        session.prefill(number, repeats)
-    for batch in batches:
-        session.decode(batch, context)
-    session.table()
+    """Measure prompt lengths, then batch sizes at each context, on one engine."""
+    with BenchProgress().running() as progress:
+        session = Session(progress, **options)
+        progress.expect(len(tokens) + len(batches) * len(contexts))
+        for number in tokens:
+            session.prefill(number, repeats)
+        for context in contexts:
+            for batch in batches:
+                session.decode(batch, context)
+    session.print_table()
+
+
+def run_load(
+    *,
+    input_tokens: list[int],
+    output_tokens: int,
+    in_flight: list[int],
+    rounds: int,
+    **options: Any,
+) -> None:
+    """Measure the closed loop at each prompt length and number of requests in flight."""
+    with BenchProgress().running() as progress:
+        session = Session(progress, **options)
+        progress.expect(len(input_tokens) * len(in_flight))
+        for length in input_tokens:
+            for number in in_flight:
+                _load(session, number, length, output_tokens, rounds)
+    session.print_table()
+
+
+def _load(
+    session: Session, in_flight: int, input_tokens: int, output_tokens: int, rounds: int
+) -> None:
+    cell = f"load {input_tokens}/{output_tokens}, {in_flight} in flight"
+    if not session.fits(cell, sequences=in_flight, tokens=input_tokens + output_tokens):
+        return
+    session.progress.now(cell)
+    result = closed_loop(
+        session.engine,
+        session.prompts,
+        in_flight=in_flight,
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        requests=in_flight * rounds,
+        now=session.progress.now if session.progress.is_moving else lambda _text: None,
+    )
+    first, token = result.first_token_ms, result.token_ms
+    session.record(
+        "load",
+        token,
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        in_flight=in_flight,
+        requests=len(token),
+        seconds=round(result.seconds, 3),
+        output_tokens_per_s=round(result.output_tokens_per_s, 2),
+        token_ms=round(statistics.median(token), 4),
+        token_ms_p99=percentile(token, 99),
+        first_token_ms=round(statistics.median(first), 3),
+        first_token_ms_p99=percentile(first, 99),
+    )
+    session.progress.console.print(
+        f"  {result.output_tokens_per_s:.1f} output tokens/s, first token {statistics.median(first):.1f} ms "
+        f"(p99 {percentile(first, 99):.1f}), per token {statistics.median(token):.2f} ms "
+        f"(p99 {percentile(token, 99):.2f})"
+    )
+
+
+def run_mixed(
+    *, batch: int, context: int, prompt_tokens: int, repeats: int, **options: Any
+) -> None:
+    """Measure the token gaps of decoding sequences while a long prompt enters."""
+    with BenchProgress().running() as progress:
+        session = Session(progress, **options)
+        progress.expect(1)
+        cell = f"mixed {batch} x {context} with a prompt of {prompt_tokens}"
+        # The prompt takes pages beside the others: counted as if all had the room of the longest.
+        longest = mixed_tokens(session.engine, batch, context, prompt_tokens)
+        if session.fits(cell, sequences=batch + 1, tokens=max(longest, context)) and session.fits(
+            cell, sequences=1, tokens=prompt_tokens + 2
+        ):
+            results = []
+            for i in range(repeats + 1):
+                progress.now(f"{cell}: " + (f"sample {i} of {repeats}" if i else "warm-up"))
+                results.append(
+                    mixed(
+                        session.engine,
+                        session.prompts,
+                        batch=batch,
+                        context=context,
+                        prompt_tokens=prompt_tokens,
+                    )
+                )
+            gaps = [gap for result in results[1:] for gap in result.gaps_ms]
+            session.record(
+                "mixed",
+                gaps,
+                batch=batch,
+                context=context,
+                prompt_tokens=prompt_tokens,
+                max_mixed_tokens=session.setup.config.scheduler.max_mixed_tokens,
+                p99=percentile(gaps, 99),
+                quiet_ms=round(statistics.median(r.quiet_ms for r in results[1:]), 4),
+                prompt_ms=round(statistics.median(r.prompt_ms for r in results[1:]), 3),
+            )
+    session.print_table()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +21,8 @@ from rose.protocol.sampling_params import SamplingParams
 from rose.utils.math import ceil_div
 
 DECODE_STEPS = 96
+SETTLING_STEPS = 4
+"""Steps after the last prefill that are not timed: the pipeline settles."""
 
 
 @dataclass(slots=True)
@@ -58,39 +61,78 @@ def prefill_seconds(engine: LLMEngine, prompts: PromptSource, tokens: int) -> fl
     raise RuntimeError("the engine ended without a token")
 
 
+def decode_tokens(engine: LLMEngine, batch: int, context: int) -> int:
+    """Return the length that the sequences of a decode cell must be able to reach.
+
+    The first decode while the last are still prefilled, at most `max_mixed_tokens` in a step; none may end
+    before the timing does.
+    """
+    chunk = max(1, engine.scheduler.config.max_mixed_tokens - batch)
+    steps = batch * (ceil_div(context, chunk) + 1)
+    return context + steps + DECODE_STEPS + 2 * SETTLING_STEPS
+
+
 def decode_milliseconds(
-    engine: LLMEngine, prompts: PromptSource, batch: int, context: int
+    engine: LLMEngine,
+    prompts: PromptSource,
+    batch: int,
+    context: int,
+    *,
+    steps: int = DECODE_STEPS,
+    trace: AbstractContextManager[None] | None = None,
 ) -> list[float]:
-    """Return the mean step time of each quarter of `DECODE_STEPS` steps with the whole batch decoding."""
-    # The first sequences decode while the last are still prefilled, one token per step of that; they may not
-    # end before the timing does.
-    chunk = engine.scheduler.config.max_mixed_tokens - batch
-    spare = 64 + batch * ceil_div(context, max(1, chunk))
-    requests = [prompts.request(context, DECODE_STEPS + spare) for _ in range(batch)]
+    """Return the mean step time of each quarter of `steps` steps with the whole batch decoding.
+
+    `trace` is entered for the timed steps alone.
+    """
+    max_tokens = decode_tokens(engine, batch, context) - context
+    requests = [prompts.request(context, max_tokens) for _ in range(batch)]
+    preemptions = engine.scheduler.num_preemptions
     for request in requests:
         engine.add(request)
-    waiting = {r.request_id for r in requests}
-    counts = dict.fromkeys(waiting, 0)
-    marks: list[float] = []
+    events = _events(engine)
+    _until_all_decode(events, [r.request_id for r in requests])
     last = requests[-1].request_id
-    for event in _events(engine):
-        if not isinstance(event, TokensEvent):
-            raise RuntimeError(f"a sequence ended inside the timed steps: {event}")
-        counts[event.request_id] += len(event.token_ids)
-        waiting.discard(event.request_id)
-        if not waiting and event.request_id == last:
-            marks.append(time.perf_counter())
-            if len(marks) == DECODE_STEPS + 4:
-                break
+    _marks(events, last, SETTLING_STEPS)
+    with trace or nullcontext():
+        marks = _marks(events, last, steps + 1)
+    if engine.scheduler.num_preemptions != preemptions:
+        raise RuntimeError(
+            f"a sequence of {batch} x {context} was preempted; the KV cache is too small"
+        )
     for request in requests:
         engine.abort(request.request_id)
     drain(engine)
-    quarter = DECODE_STEPS // 4
-    # The first three marks settle the pipeline after the last prefill.
-    timed = marks[3 : 3 + DECODE_STEPS + 1]
-    return [
-        (timed[i + quarter] - timed[i]) * 1e3 / quarter for i in range(0, DECODE_STEPS, quarter)
-    ]
+    quarter = steps // 4
+    return [(marks[i + quarter] - marks[i]) * 1e3 / quarter for i in range(0, steps, quarter)]
+
+
+def _until_all_decode(events: Iterator[TokensEvent | FinishedEvent], ids: list[str]) -> None:
+    waiting = set(ids)
+    for event in events:
+        _require_tokens(event)
+        waiting.discard(event.request_id)
+        if not waiting:
+            return
+
+
+def _marks(
+    events: Iterator[TokensEvent | FinishedEvent], request_id: str, count: int
+) -> list[float]:
+    """Return the times of the next `count` tokens of one request, the last of its step."""
+    marks: list[float] = []
+    for event in events:
+        _require_tokens(event)
+        if event.request_id == request_id:
+            marks.append(time.perf_counter())
+            if len(marks) == count:
+                return marks
+    raise RuntimeError("the engine ended inside the timed steps")
+
+
+def _require_tokens(event: TokensEvent | FinishedEvent) -> None:
+    if not isinstance(event, TokensEvent):
+        raise RuntimeError(f"a sequence ended inside the timed steps: {event}")
 
 
 def drain(engine: LLMEngine) -> None:

@@ -1,4 +1,7 @@
-"""`rose bench`: latency of prefill and decode through the engine, on synthetic weights of the real shapes."""
+"""`rose bench`: measure this machine on synthetic weights of the real shapes; every line says how to repeat it.
+
+Needs the engine's packages only inside the commands, so that help is quick.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import click
+
+SIZES = ("20b", "120b", "tiny")
+PATH = click.Path(path_type=Path, dir_okay=False)
+FOLDER = click.Path(path_type=Path, file_okay=False)
 
 
 def _numbers(_context: click.Context, _parameter: click.Parameter, value: str) -> list[int]:
@@ -29,28 +36,47 @@ def _pairs(
     return dict(item.split("=", 1) for item in value)
 
 
-def _shared(command: Any) -> Any:
-    options = (
-        click.option("--size", type=click.Choice(["20b", "120b", "tiny"]), default="tiny", show_default=True,
-                     help="Shape of the model."),
-        click.option("--weights", default="mxfp4", show_default=True, help="Resident weight format."),
-        click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
-        click.option("--only", multiple=True, callback=_pairs, metavar="OP=NAME",
-                     help="Use one implementation of an operation."),
-        click.option("--layers", type=int, help="Keep only the first layers (not a result, a trial)."),
-        click.option("--kv-tokens", type=int, help="Tokens of KV to hold; default: what memory leaves."),
-        click.option("--max-step-tokens", type=int, default=16384, show_default=True,
-                     help="New tokens of all sequences in one step."),
-        click.option("--graphs/--no-graphs", default=True, help="Replay decode steps from CUDA graphs."),
-        click.option("--json", "path", type=click.Path(path_type=Path, dir_okay=False),
-                     help="Append JSON lines to this file."),
-        click.option("--commit", help="Commit of the tree, where it travels without its repository."),
-        click.option("--profile", type=click.Path(path_type=Path, file_okay=False),
-                     help="Write a profiler trace and a table per kernel to this folder."),
-    )  # fmt: skip
+def _add(command: Any, options: tuple[Any, ...]) -> Any:
     for option in reversed(options):
         command = option(command)
     return command
+
+
+def _list(name: str, default: str, text: str) -> Any:
+    return click.option(name, default=default, show_default=True, callback=_numbers, help=text)
+
+
+def _number(name: str, default: int, text: str, *, least: int = 1) -> Any:
+    kind = click.IntRange(min=least)
+    return click.option(name, type=kind, default=default, show_default=True, help=text)
+
+
+_record_options = (
+    click.option("--json", "path", type=PATH, help="Append JSON lines to this file."),
+    click.option("--commit", help="Commit of the tree, where it travels without its repository."),
+)
+_setup_options = (
+    click.option("--size", type=click.Choice(SIZES), default="tiny", show_default=True,
+                 help="Shape of the model."),
+    click.option("--weights", default="mxfp4", show_default=True, help="Resident weight format."),
+    click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
+    click.option("--only", multiple=True, callback=_pairs, metavar="OP=NAME",
+                 help="Use one implementation of an operation."),
+    click.option("--layers", type=int, help="Keep only the first layers (not a result, a trial)."),
+    click.option("--kv-tokens", type=int, help="Tokens of KV to hold; default: what memory leaves."),
+    _number("--max-step-tokens", 16384, "New tokens of all sequences in one step."),
+    _number("--max-mixed-tokens", 4096, "The same while some sequences decode."),
+    click.option("--graphs/--no-graphs", default=True, help="Replay decode steps from CUDA graphs."),
+)  # fmt: skip
+_profile_option = click.option(
+    "--profile",
+    type=FOLDER,
+    help="Profile one more run of each cell: a trace and a table per kernel in this folder.",
+)
+
+
+def _engine(command: Any) -> Any:
+    return _add(command, (*_setup_options, *_record_options))
 
 
 @click.group()
@@ -59,43 +85,78 @@ def bench() -> None:
 
 
 @bench.command()
-@_shared
-@click.option(
-    "--tokens", default="8192", show_default=True, callback=_numbers, help="Prompt lengths."
-)
-@click.option(
-    "--repeats", default=3, show_default=True, help="Samples per length, after one warm-up."
-)
+@_list("--tokens", "8192,32768,65536,128000", "Prompt lengths.")
+@_number("--repeats", 3, "Samples per length, after one warm-up.")
+@_engine
+@_profile_option
 def prefill(tokens: list[int], repeats: int, **options: Any) -> None:
     """Time from submission of an unseen prompt to its first token."""
-    from rose.bench.run import run_prefill
+    from rose.bench.run import run_latency
 
-    run_prefill(tokens=tokens, repeats=repeats, **options)
+    run_latency(tokens=tokens, batches=[], contexts=[], repeats=repeats, **options)
 
 
 @bench.command()
-@_shared
-@click.option(
-    "--batches", default="1,8", show_default=True, callback=_numbers, help="Sequences that decode."
-)
-@click.option("--context", default=8192, show_default=True, help="Tokens of each prompt.")
-def decode(batches: list[int], context: int, **options: Any) -> None:
+@_list("--batches", "1,2,4,8,16,32,64,128", "Sequences that decode.")
+@_list("--context", "8192,32768", "Tokens of each prompt.")
+@_engine
+@_profile_option
+def decode(batches: list[int], context: list[int], **options: Any) -> None:
     """Time per step with the whole batch decoding at temperature 1."""
-    from rose.bench.run import run_decode
+    from rose.bench.run import run_latency
 
-    run_decode(batches=batches, context=context, **options)
+    run_latency(tokens=[], batches=batches, contexts=context, repeats=0, **options)
 
 
 @bench.command()
-@_shared
-@click.option("--tokens", default="8192,32768,65536,128000", show_default=True, callback=_numbers)
-@click.option("--batches", default="1,8,32,128", show_default=True, callback=_numbers)
-@click.option("--context", default=8192, show_default=True)
-@click.option("--repeats", default=3, show_default=True)
+@_list("--tokens", "8192,32768,65536,128000", "Prompt lengths.")
+@_list("--batches", "1,8,32,128", "Sequences that decode.")
+@_list("--context", "8192", "Tokens of each prompt that decodes.")
+@_number("--repeats", 3, "Samples per prompt length, after one warm-up.")
+@_engine
+@_profile_option
 def latency(
-    tokens: list[int], batches: list[int], context: int, repeats: int, **options: Any
+    tokens: list[int], batches: list[int], context: list[int], repeats: int, **options: Any
 ) -> None:
     """Run prefill and decode on one engine: the cells of the score table, one resident set of weights."""
     from rose.bench.run import run_latency
 
-    run_latency(tokens=tokens, batches=batches, context=context, repeats=repeats, **options)
+    run_latency(tokens=tokens, batches=batches, contexts=context, repeats=repeats, **options)
+
+
+@bench.command()
+@_list("--input-tokens", "1024,8192", "Prompt lengths.")
+@_number("--output-tokens", 1024, "Tokens that each request generates.", least=2)
+@_list("--in-flight", "1,2,4,8,16,32,64,128,256", "Requests that are always running or waiting.")
+@_number("--rounds", 3, "Whole requests to measure, per request in flight.")
+@_engine
+def load(
+    input_tokens: list[int],
+    output_tokens: int,
+    in_flight: list[int],
+    rounds: int,
+    **options: Any,
+) -> None:
+    """Closed loop: output tokens/s, time to first token, time per token."""
+    from rose.bench.run import run_load
+
+    run_load(
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        in_flight=in_flight,
+        rounds=rounds,
+        **options,
+    )
+
+
+@bench.command()
+@_number("--batch", 32, "Sequences that decode.")
+@_number("--context", 1024, "Tokens of their prompts.")
+@_number("--prompt-tokens", 32768, "The prompt that enters.")
+@_number("--repeats", 3, "Prompts, after one warm-up.")
+@_engine
+def mixed(batch: int, context: int, prompt_tokens: int, repeats: int, **options: Any) -> None:
+    """99th percentile of the token gap of decoding sequences while a long prompt enters."""
+    from rose.bench.run import run_mixed
+
+    run_mixed(batch=batch, context=context, prompt_tokens=prompt_tokens, repeats=repeats, **options)

@@ -1,0 +1,152 @@
+"""One engine under measurement: built once, its cells measured one by one, its lines printed and kept."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from rose.bench.build import BenchSetup, build, setup
+from rose.bench.fit import refusal
+from rose.bench.profile import traced
+from rose.bench.progress import BenchProgress
+from rose.bench.record import Origin, append
+from rose.bench.sweep import (
+    PromptSource,
+    decode_milliseconds,
+    decode_tokens,
+    prefill_seconds,
+)
+from rose.engine.engine import LLMEngine
+
+PROFILED_STEPS = 8
+"""Enough for a table; torch's profiler takes a second for each step of a thousand operators."""
+UNITS = {"prefill": "s", "start": "s", "decode": "ms", "load": "ms", "mixed": "ms"}
+
+
+class Session:
+    """One engine, where its lines go, and what was left out."""
+
+    def __init__(
+        self,
+        progress: BenchProgress,
+        *,
+        path: Path | None = None,
+        commit: str | None = None,
+        profile: Path | None = None,
+        **choices: Any,
+    ) -> None:
+        """`choices`: arguments of `setup`."""
+        self.progress = progress
+        self.setup: BenchSetup = setup(**choices)
+        begin = time.perf_counter()
+        self.engine: LLMEngine = build(self.setup, progress.now)
+        seconds = time.perf_counter() - begin
+        progress.console.print(
+            f"gpt-oss-{self.setup.size} built in {seconds:.1f} s on {self.setup.device.name}, {self.setup.name}"
+        )
+        self.prompts = PromptSource(self.setup.model_config.vocab_size)
+        self.origin = Origin.here(
+            device=self.setup.device.name, config=self.setup.name, commit=commit
+        )
+        self.path, self.profile = path, profile
+        self.lines: list[dict[str, Any]] = []
+        self.left_out: list[tuple[str, str]] = []
+        self.distinct_experts = cache(self._distinct_experts)
+
+    def fits(self, cell: str, *, sequences: int, tokens: int) -> bool:
+        """Whether a cell can run; one that cannot is said and left out."""
+        why = refusal(self.engine, sequences=sequences, tokens=tokens)
+        if why is not None:
+            self.left_out.append((cell, why))
+            self.progress.done(f"{cell}: left out: {why}")
+        return why is None
+
+    def record(self, bench: str, samples: list[float], **fields: Any) -> dict[str, Any]:
+        """Print and store one cell."""
+        line = self.origin.line(
+            bench, samples, model=self.setup.size, kv=self.setup.config.quant.kv, **fields
+        )
+        if self.setup.is_trial:
+            line["option"] = True
+        self.lines.append(line)
+        append(self.path, line)
+        self.progress.done(
+            f"{cell_name(line)}: {line['median']:.4f} {UNITS[bench]} (p90 {line['p90']:.4f})"
+        )
+        return line
+
+    def prefill(self, tokens: int, repeats: int) -> None:
+        """Measure one prompt length."""
+        cell = f"prefill {tokens}"
+        if not self.fits(cell, sequences=1, tokens=tokens + 1):
+            return
+        self.progress.now(f"{cell}: warm-up")
+        prefill_seconds(self.engine, self.prompts, tokens)
+        samples = []
+        for i in range(repeats):
+            self.progress.now(f"{cell}: sample {i + 1} of {repeats}")
+            samples.append(prefill_seconds(self.engine, self.prompts, tokens))
+        if self.profile is not None:
+            self.progress.now(f"{cell}: profile")
+            with traced(self.profile, f"prefill-{tokens}"):
+                prefill_seconds(self.engine, self.prompts, tokens)
+        self.record("prefill", samples, tokens=tokens, distinct_experts=self.distinct_experts(4096))
+
+    def decode(self, batch: int, context: int) -> None:
+        """Measure one batch size at one context."""
+        cell = f"decode {batch} x {context}"
+        tokens = decode_tokens(self.engine, batch, context)
+        if not self.fits(cell, sequences=batch, tokens=tokens):
+            return
+        self.progress.now(cell)
+        samples = decode_milliseconds(self.engine, self.prompts, batch, context)
+        if self.profile is not None:
+            self.progress.now(f"{cell}: profile")
+            trace: AbstractContextManager[None] = traced(self.profile, f"decode-{batch}x{context}")
+            decode_milliseconds(
+                self.engine, self.prompts, batch, context, steps=PROFILED_STEPS, trace=trace
+            )
+        experts = self.distinct_experts(batch)
+        self.record("decode", samples, batch=batch, context=context, distinct_experts=experts)
+
+    def _distinct_experts(self, tokens: int) -> float:
+        """Return the mean number of experts that so many random tokens hit in a layer."""
+        from rose.models.gpt_oss.synthetic import mean_distinct_experts
+
+        self.progress.now(f"counting the experts that {tokens} tokens hit")
+        return round(mean_distinct_experts(self.engine.model, tokens, seed=1), 2)
+
+    def print_table(self) -> None:
+        """Print all cells and what was left out."""
+        console = Console()
+        table = Table(title=f"gpt-oss-{self.setup.size} on {self.origin.device}")
+        table.add_column("cell")
+        for name in ("median", "p90", "experts hit"):
+            table.add_column(name, justify="right")
+        for line in self.lines:
+            table.add_row(
+                cell_name(line),
+                f"{line['median']:.4f} {UNITS[line['bench']]}",
+                f"{line['p90']:.4f}",
+                str(line.get("distinct_experts", "")),
+            )
+        console.print(table)
+        for cell, why in self.left_out:
+            console.print(f"left out: {cell}: {why}", markup=False)
+
+
+def cell_name(line: dict[str, Any]) -> str:
+    """Return what a line measured, in words."""
+    return {
+        "prefill": "prefill {tokens}",
+        "decode": "decode {batch} x {context}",
+        "load": "load {input_tokens}/{output_tokens}, {in_flight} in flight, per token",
+        "mixed": "mixed {batch} x {context} with a prompt of {prompt_tokens}, token gap",
+        "start": "start, cached {cached}",
+    }[line["bench"]].format(**line)

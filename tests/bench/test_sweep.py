@@ -1,0 +1,145 @@
+"""Cells of `rose bench` on the tiny shape: what is timed, what is refused, what a line holds."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rose.bench import sweep
+from rose.bench.fit import refusal
+from rose.bench.load import closed_loop, mixed
+from rose.bench.profile import KernelTime, text
+from rose.bench.progress import BenchProgress
+from rose.bench.record import Origin, percentile
+from rose.bench.session import Session
+from rose.bench.sweep import PromptSource, decode_milliseconds, decode_tokens, prefill_seconds
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory) -> Session:
+    folder = tmp_path_factory.mktemp("bench")
+    return Session(
+        BenchProgress(),
+        size="tiny",
+        weights="mxfp4",
+        device="cpu",
+        layers=2,
+        kv_tokens=4096,
+        max_mixed_tokens=256,
+        path=folder / "results.jsonl",
+        profile=folder / "profile",
+        commit="abc",
+    )
+
+
+def test_a_prefill_line_has_the_fields_of_the_score_table(session):
+    session.prefill(40, 2)
+    line = json.loads(session.path.read_text().splitlines()[-1])
+    for name in ("median", "p10", "p90", "config", "date", "command", "distinct_experts"):
+        assert name in line, name
+    assert (line["bench"], line["model"], line["tokens"]) == ("prefill", "tiny", 40)
+    assert line["num_samples"] == 2
+    assert (line["device"], line["commit"], line["kv"]) == ("cpu", "abc", "float32")
+    assert line["option"] is True  # cut layers are no result
+    trace = json.loads((session.profile / "prefill-40.json").read_text())
+    assert trace["traceEvents"]
+    assert "aten::" in (session.profile / "prefill-40.txt").read_text()
+
+
+def test_cells_that_do_not_fit_are_left_out_with_the_reason(session):
+    before = len(session.lines)
+    session.prefill(200_000, 1)
+    session.decode(64, 1000)
+    session.decode(257, 8)
+    assert len(session.lines) == before
+    reasons = dict(session.left_out)
+    assert "context length is 131072" in reasons["prefill 200000"]
+    assert "the KV cache has 64" in reasons["decode 64 x 1000"]
+    assert "runs 256" in reasons["decode 257 x 8"]
+
+
+def test_a_cell_that_just_fits_runs_without_preemption(session):
+    engine, tokens = session.engine, 600
+    assert refusal(engine, sequences=5, tokens=tokens) is None
+    assert refusal(engine, sequences=6, tokens=tokens) is not None
+    requests = [session.prompts.request(tokens - 20, 20) for _ in range(5)]
+    outputs = engine.generate(requests)
+    assert [len(o.token_ids) for o in outputs] == [20] * 5
+    assert engine.scheduler.num_preemptions == 0
+
+
+def test_no_sequence_ends_before_the_timed_steps_do(session, monkeypatch):
+    monkeypatch.setattr(sweep, "DECODE_STEPS", 8)
+    # 4 prompts of 600 tokens in chunks of at most 256 while others decode: many steps for the first one.
+    tokens = decode_tokens(session.engine, 4, 600)
+    assert tokens < 700
+    samples = decode_milliseconds(session.engine, session.prompts, 4, 600, steps=8)
+    assert len(samples) == 4
+    assert all(s > 0 for s in samples)
+    assert not session.engine.has_work
+    assert session.engine.table.num_used_pages == 0
+
+
+def test_prompts_never_share_a_beginning():
+    prompts = PromptSource(512)
+    first, second = prompts.request(64, 1), prompts.request(64, 1)
+    assert first.prompt_token_ids[:4] != second.prompt_token_ids[:4]
+    assert first.request_id != second.request_id
+
+
+def test_prefill_ends_with_the_first_token(session):
+    assert prefill_seconds(session.engine, session.prompts, 20) > 0
+    sweep.drain(session.engine)
+    assert not session.engine.has_work
+
+
+def test_closed_loop_keeps_the_asked_number_in_flight_and_counts_its_tokens(session):
+    engine = session.engine
+    most = 0
+    step = engine.step
+
+    def watched():
+        nonlocal most
+        most = max(most, len(engine.running_ids()))
+        assert len(engine.running_ids()) >= 3
+        return step()
+
+    engine.step = watched
+    try:
+        result = closed_loop(
+            engine, session.prompts, in_flight=3, input_tokens=20, output_tokens=8, requests=6
+        )
+    finally:
+        engine.step = step
+    assert most == 3
+    assert len(result.first_token_ms) == len(result.token_ms) == 6
+    # Three sequences give at most three tokens a step; the mean step is what a token takes.
+    rate = 3 / (sum(result.token_ms) / 6 / 1e3)
+    assert 0.3 * rate < result.output_tokens_per_s < 1.5 * rate
+    assert not engine.has_work
+
+
+def test_mixed_gaps_are_those_of_the_steps_that_carry_the_prompt(session):
+    result = mixed(
+        session.engine, session.prompts, batch=2, context=20, prompt_tokens=1000, quiet_steps=8
+    )
+    # 1000 tokens in chunks of 254 beside two decoding sequences: four steps.
+    assert len(result.gaps_ms) == 2 * 4
+    assert max(result.gaps_ms) <= result.prompt_ms
+    assert not session.engine.has_work
+
+
+def test_percentiles_are_samples():
+    assert percentile([3.0, 1.0, 2.0], 10) == 1.0
+    assert percentile(list(range(1, 101)), 99) == 99
+    assert percentile([5.0], 99) == 5.0
+    line = Origin(device="d", commit="c", command="x", config="f", clocks="-").line("prefill", [3, 1, 2])  # fmt: skip
+    assert (line["p10"], line["median"], line["p90"]) == (1, 2, 3)
+
+
+def test_profile_table_sums_what_it_does_not_show():
+    kernels = [KernelTime(name=f"k{i}", calls=2, total_us=1000.0, share=0.01) for i in range(100)]
+    lines = text(kernels).splitlines()
+    assert "60 more" in lines[-2]
+    assert lines[-1].split()[0] == "100.000"
