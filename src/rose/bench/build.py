@@ -11,6 +11,7 @@ from rose.config.quant import QuantConfig
 from rose.config.scheduler import SchedulerConfig
 from rose.engine.engine import LLMEngine
 from rose.models.gpt_oss.config import GptOssConfig, alternating_windows, published
+from rose.models.gpt_oss.model import GptOss
 from rose.models.gpt_oss.synthetic import synthetic_model
 from rose.utils.device import DeviceFacts, detect
 
@@ -100,6 +101,18 @@ def tiny() -> GptOssConfig:
 def build(bench: BenchSetup, report: Callable[[str], None] = lambda _text: None) -> LLMEngine:
     """Make the model on the device and the engine around it; `report` is told what is being done."""
     report(f"drawing the weights of gpt-oss-{bench.size}")
-    model = synthetic_model(bench.model_config, bench.config, bench.device, seed=bench.seed)
+    model = build_model(bench)
     report("building the engine")
+    return build_engine(model, bench, report)
+
+
+def build_model(bench: BenchSetup) -> GptOss:
+    """Draw the weights on the device."""
+    return synthetic_model(bench.model_config, bench.config, bench.device, seed=bench.seed)
+
+
+def build_engine(
+    model: GptOss, bench: BenchSetup, report: Callable[[str], None] = lambda _text: None
+) -> LLMEngine:
+    """Make the engine around a model, warmed up."""
     return LLMEngine.from_model(model, bench.config, report=report)

@@ -50,13 +50,15 @@ class BenchProgress:
         self._bar.update(self._task, description=text)
         if self._bar.disable:
             seconds = time.perf_counter() - self._begin
-            self.console.print(
-                f"[{seconds:7.1f} s] {text}", markup=False, highlight=False, soft_wrap=True
-            )
+            self.say(f"[{seconds:7.1f} s] {text}")
 
     def done(self, text: str) -> None:
         """Count a cell and keep a line about it."""
         self._bar.advance(self._task)
+        self.say(text)
+
+    def say(self, text: str) -> None:
+        """Keep a line of text."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager

@@ -80,7 +80,7 @@ def _load(
         first_token_ms=round(statistics.median(first), 3),
         first_token_ms_p99=percentile(first, 99),
     )
-    session.progress.console.print(
+    session.progress.say(
         f"  {result.output_tokens_per_s:.1f} output tokens/s, first token {statistics.median(first):.1f} ms "
         f"(p99 {percentile(first, 99):.1f}), per token {statistics.median(token):.2f} ms "
         f"(p99 {percentile(token, 99):.2f})"

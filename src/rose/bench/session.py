@@ -47,7 +47,7 @@ class Session:
         begin = time.perf_counter()
         self.engine: LLMEngine = build(self.setup, progress.now)
         seconds = time.perf_counter() - begin
-        progress.console.print(
+        progress.say(
             f"gpt-oss-{self.setup.size} built in {seconds:.1f} s on {self.setup.device.name}, {self.setup.name}"
         )
         self.prompts = PromptSource(self.setup.model_config.vocab_size)

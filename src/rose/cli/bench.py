@@ -79,6 +79,10 @@ def _engine(command: Any) -> Any:
     return _add(command, (*_setup_options, *_record_options))
 
 
+def _records(command: Any) -> Any:
+    return _add(command, _record_options)
+
+
 @click.group()
 def bench() -> None:
     """Measure this machine; every line tells how to repeat it."""
@@ -160,3 +164,38 @@ def mixed(batch: int, context: int, prompt_tokens: int, repeats: int, **options:
     from rose.bench.run import run_mixed
 
     run_mixed(batch=batch, context=context, prompt_tokens=prompt_tokens, repeats=repeats, **options)
+
+
+@bench.command()
+@click.option(
+    "--cached/--fresh",
+    "is_cached",
+    default=True,
+    show_default=True,
+    help="With the compiled kernels of an earlier run, or with empty caches.",
+)
+@_number("--repeats", 3, "Processes to start.")
+@_engine
+def start(is_cached: bool, repeats: int, **options: Any) -> None:
+    """Time from the start of a process to the first token of a warm-up request."""
+    from rose.bench.start import run_start
+
+    run_start(is_cached=is_cached, repeats=repeats, **options)
+
+
+@bench.command()
+@click.argument("operations", nargs=-1)
+@click.option(
+    "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True
+)
+@click.option("--implementation", metavar="NAME", help="One implementation alone.")
+@click.option("--case", metavar="NAME", help="One case alone.")
+@_records
+def kernels(operations: tuple[str, ...], **options: Any) -> int:
+    """Check, then time, every kernel over its timed cases."""
+    from rose.bench.kernels import run_kernels
+    from rose.bench.progress import BenchProgress
+
+    with BenchProgress().running() as progress:
+        is_right = run_kernels(operations=list(operations), say=progress.done, **options)
+    return 0 if is_right else 1

@@ -1,0 +1,45 @@
+"""`rose bench start`: children of their own, empty caches for a fresh start, refusals in words."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from rose.bench.start import fresh_environment, run_start, start_once
+from rose.kernels.build import default_cache
+from rose.utils.errors import RoseError
+
+TINY = {"size": "tiny", "weights": "mxfp4", "device": "cpu", "layers": 1, "kv_tokens": 1024}
+
+
+def _environment() -> dict[str, str]:
+    source = str(Path(__file__).parents[2] / "src")
+    return {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+
+
+def test_a_line_holds_what_the_score_table_reads(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", _environment()["PYTHONPATH"])
+    path = tmp_path / "results.jsonl"
+    run_start(is_cached=False, repeats=1, path=path, commit="abc", **TINY)
+    line = json.loads(path.read_text())
+    assert (line["bench"], line["model"], line["cached"]) == ("start", "tiny", False)
+    for name in ("config", "device", "commit", "date", "command"):
+        assert line[name], name
+    assert line["median"] > line["stages"]["first token"] > line["stages"]["imports"] > 0
+    assert line["option"] is True  # one layer is no result
+
+
+def test_a_refusal_of_the_child_is_told_in_its_words():
+    with pytest.raises(RoseError, match=r"^weights='nope' is not a format"):
+        start_once({**TINY, "weights": "nope"}, environment=_environment())
+
+
+def test_a_fresh_start_finds_no_kernel_cache(tmp_path, monkeypatch):
+    for name, value in fresh_environment(_environment(), tmp_path).items():
+        monkeypatch.setenv(name, value)
+    assert default_cache().is_relative_to(tmp_path)
+    caches = ("TRITON_CACHE_DIR", "TRITON_HOME", "CUDA_CACHE_PATH", "XDG_CACHE_HOME", "HOME")
+    assert all(Path(os.environ[name]).is_relative_to(tmp_path) for name in caches)
