@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rose.protocol.event import ErrorEvent
+from rose.protocol.event import ErrorCode, ErrorEvent
 from rose.protocol.request import Request
 
 
@@ -50,5 +50,5 @@ def _problems(request: Request, vocab_size: int) -> list[str]:
     return problems
 
 
-def _error(request: Request, code: str, message: str) -> ErrorEvent:
+def _error(request: Request, code: ErrorCode, message: str) -> ErrorEvent:
     return ErrorEvent(request_id=request.request_id, code=code, message=message)

@@ -10,6 +10,22 @@ from rose.protocol.request import Request
 from rose.protocol.sampling_params import SamplingParams
 from rose.runtime.plan import PlanEntry
 
+_NO_PAGES = SequencePages(0)
+
+
+def _decode_entry(slot: int) -> PlanEntry:
+    return PlanEntry(
+        slot=slot,
+        is_new=False,
+        start_position=0,
+        token_ids=None,
+        num_tokens=1,
+        is_last_chunk=True,
+    )
+
+
+_NO_ENTRY = _decode_entry(-1)
+
 
 class SequenceState(Enum):
     """WAITING -> RUNNING -> FINISHED, with RUNNING -> WAITING when preempted."""
@@ -61,8 +77,9 @@ class Sequence:
         """Tokens known when it began to run: the prompt, after a preemption the output too."""
         self.state = SequenceState.WAITING
         self.slot = -1
-        self.pages: SequencePages | None = None
-        self.decode_entry: PlanEntry | None = None
+        self.pages = _NO_PAGES
+        self.decode_entry = _NO_ENTRY
+        """Its share of every decode step, made once; the scheduler updates it."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -76,20 +93,13 @@ class Sequence:
         self.state = SequenceState.RUNNING
         self.slot, self.pages = slot, pages
         self.num_scheduled, self.prefill_end = 0, self.num_tokens
-        self.decode_entry = PlanEntry(
-            slot=slot,
-            is_new=False,
-            start_position=0,
-            token_ids=None,
-            num_tokens=1,
-            is_last_chunk=True,
-        )
+        self.decode_entry = _decode_entry(slot)
 
     def stop_running(self, state: SequenceState) -> None:
         """Give up slot and pages (the scheduler has freed them) to wait again or for good."""
         assert self.state is not SequenceState.FINISHED, f"{self.request_id} ends twice"
         self.state = state
-        self.slot, self.pages, self.decode_entry = -1, None, None
+        self.slot, self.pages, self.decode_entry = -1, _NO_PAGES, _NO_ENTRY
         self.num_scheduled = 0
 
     def append(self, token_ids: list[int]) -> tuple[list[int], FinishReason | None]:

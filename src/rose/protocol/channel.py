@@ -7,6 +7,7 @@ ipc://PATH, tcp://HOST:PORT, or an in-process pair for tests. What travels is co
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -76,9 +77,8 @@ class FrontendEndpoint:
     def __init__(self, address: str, *, context: zmq.Context | None = None) -> None:
         self._owns_context = context is None
         plain = context or zmq.Context()
-        self._context = zmq.asyncio.Context.shadow(plain)
         self._plain_context = plain
-        self._socket = _new_socket(self._context)
+        self._socket: zmq.asyncio.Socket = _new_socket(zmq.asyncio.Context.shadow(plain))
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
@@ -124,7 +124,7 @@ class LocalPair:
         self._context.destroy(linger=0)
 
 
-def _new_socket(context: zmq.Context) -> zmq.Socket:
+def _new_socket(context: zmq.Context) -> Any:
     # DEALER, not PAIR: PAIR does not reconnect over ipc and tcp.
     socket = context.socket(zmq.DEALER)
     socket.set_hwm(QUEUED_FRAMES)

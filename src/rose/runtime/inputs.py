@@ -268,12 +268,12 @@ class _MixedStep:
         starts = np.cumsum([0] + [e.num_tokens for e in plan.prefill])
         self._section("starts", len(starts))[:] = starts
         self._write_sampled(entries)
-        new = [e for e in plan.prefill if e.is_new]
+        new = [(e.slot, pack(e.sampling)) for e in plan.prefill if e.sampling is not None]
         self.num_new = len(new)
-        self._section("new_slots", len(new))[:] = [e.slot for e in new]
+        self._section("new_slots", len(new))[:] = [slot for slot, _ in new]
         packed = self._section("packed", _PACKED * len(new))
         if new:
-            packed[:] = np.array([pack(e.sampling) for e in new], dtype=np.int64).T.reshape(-1)
+            packed[:] = np.array([p for _, p in new], dtype=np.int64).T.reshape(-1)
         num_updates = sum(len(u) for e in entries for u in e.new_pages.values())
         indices = self._section("indices", num_updates)
         tables._write_updates(entries, indices, self._section("values", num_updates))

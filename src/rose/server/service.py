@@ -85,7 +85,9 @@ class EngineService:
         _logger.critical("a step failed with %d requests open", self._num_open(), exc_info=error)
         reason = f"{type(error).__name__}: {error}"
         text = f"the engine failed in a step ({reason}) and stops; send the request again"
-        events = [_failure(request_id, text) for request_id in self.engine.running_ids()]
+        events: list[FromEngine] = [
+            _failure(request_id, text) for request_id in self.engine.running_ids()
+        ]
         self._say_goodbye(events, text, f"failed: {reason}")
 
     def _abort_all(self) -> None:

@@ -49,21 +49,29 @@ CASES = [
 ]
 
 
+def _options(case: Case) -> tuple[int, int]:
+    longest, padding = case.options["longest"], case.options["padding"]
+    assert isinstance(longest, int)
+    assert isinstance(padding, int)
+    return longest, padding
+
+
 def inputs(case: Case, seed: int, device: str) -> dict[str, Any]:
     """Draw one step: positions all over, at page starts in every third row, which then has new pages."""
     source = generator(device, seed)
     s, rows = case.sizes, case.sizes["S"]
     num_columns = ceil_div(s["C"], s["L"])
-    width = min(ceil_div(case.options["longest"], s["L"]), num_columns)
+    longest, padding = _options(case)
+    width = min(ceil_div(longest, s["L"]), num_columns)
 
     def integers(high: int, *shape: int) -> torch.Tensor:
         return torch.randint(high, shape, generator=source, device=device)
 
-    lengths_R = integers(case.options["longest"], s["R"])
+    lengths_R = integers(longest, s["R"])
     lengths_R[::3] -= lengths_R[::3] % s["L"]
     lengths_R[-1] = 0
     slots_S = torch.randperm(s["R"] - 1, generator=source, device=device)[:rows]
-    slots_S[rows - case.options["padding"] :] = s["R"] - 1
+    slots_S[rows - padding :] = s["R"] - 1
     position_S = lengths_R[slots_S]
     is_new_S = (position_S % s["L"] == 0) & (slots_S < s["R"] - 1)
     columns_S = torch.where(is_new_S, position_S // s["L"], -1)
@@ -106,4 +114,4 @@ def flops(case: Case) -> int:
 def num_bytes(case: Case) -> int:
     """The tables, read and written."""
     s = case.sizes
-    return 2 * 4 * s["K"] * s["S"] * ceil_div(case.options["longest"], s["L"])
+    return 2 * 4 * s["K"] * s["S"] * ceil_div(_options(case)[0], s["L"])
