@@ -35,7 +35,7 @@ from rose.kernels.cases import compare, poison  # noqa: E402
 H, G, D = 64, 8, 64
 RAGGED = [(1, 1), (63, 63), (64, 69), (65, 193), (200, 1200), (513, 813), (1, 700), (192, 192)]
 CHECKS = [
-    (name, chunks, window, page_tokens)
+    (name, chunks, window, page_tokens, None)
     for name, chunks, page_tokens in [
         ("one_token", [(1, 1)], 64),
         ("one_tile", [(64, 64)], 64),
@@ -46,7 +46,31 @@ CHECKS = [
         ("chunk_8192_of_20000", [(8192, 20000)], 64),
     ]
     for window in (None, 128)
-] + [("window_of_50", RAGGED, 50, 64), ("window_of_1000", RAGGED, 1000, 64)]
+] + [("window_of_50", RAGGED, 50, 64, None), ("window_of_1000", RAGGED, 1000, 64, None)]
+
+
+def uneven(a):
+    """Keys of some pages are up to 16 times as long: maxima grow in any tile, by far more than 2^8."""
+    keys = a["kv_pages"][:, 0]
+    keys *= torch.exp2(4 * torch.rand(len(keys), 1, 1, 1, device=keys.device)).to(keys.dtype)
+
+
+def negative(a):
+    """All scores are about -70, and the sink is far below."""
+    keys, q = a["kv_pages"][:, 0], a["q_THD"]
+    common = torch.randn(keys.shape[-1], device=keys.device).to(keys.dtype)
+    common *= 8 / common.float().norm().to(keys.dtype)
+    keys.copy_(keys * 0.5 + 3 * common)
+    q.copy_(q * 0.5 - 3 * common)
+    a["sinks_H"].fill_(-300.0)
+
+
+CHECKS += [
+    (f"{change.__name__}_{name}", chunks, window, 64, change)
+    for change in (uneven, negative)
+    for name, chunks in (("ragged", RAGGED), ("square_2000", [(2000, 2000)]))
+    for window in (None, 128)
+]
 
 
 PIPES = ("ex2", "ex2_bf16x2", "fma", "max", "max3", "pack", "shuffle")
@@ -88,10 +112,12 @@ def call(launch, variant, a):
 class Check:
     """One case: its call, and float32 attention for runs of rows of every sequence (all of a short one)."""
 
-    def __init__(self, name, chunks, window, page_tokens, seed, rows_each=96):
+    def __init__(self, name, chunks, window, page_tokens, change, seed, rows_each=96):
         self.name, self.window = name, window
         case, self.a = draw(chunks, window, page_tokens, seed)
         self.tolerance = cases.tolerance(case)
+        if change is not None:
+            change(self.a)
         a, starts = self.a, self.a["query_starts_S1"].tolist()
         wanted, self.rows = [], []
         for s, (new, length) in enumerate(chunks):
