@@ -96,7 +96,7 @@ class Session:
             self.progress.now(f"{cell}: profile")
             with traced(self.profile, f"prefill-{tokens}"):
                 prefill_seconds(self.engine, self.prompts, tokens)
-        self.record("prefill", samples, tokens=tokens, distinct_experts=self.distinct_experts(4096))
+        self.record("prefill", samples, tokens=tokens, distinct_experts=self.distinct_experts(256))
 
     def decode(self, batch: int, context: int) -> None:
         """Measure one batch size at one context."""
@@ -116,7 +116,7 @@ class Session:
         self.record("decode", samples, batch=batch, context=context, distinct_experts=experts)
 
     def _distinct_experts(self, tokens: int) -> float:
-        """Return the mean number of experts that so many random tokens hit in a layer."""
+        """Return the mean number of experts that so many random tokens, each of its own sequence, hit in a layer."""
         from rose.models.gpt_oss.synthetic import mean_distinct_experts
 
         self.progress.now(f"counting the experts that {tokens} tokens hit")

@@ -54,7 +54,9 @@ def yarn_frequencies(config: ReferenceConfig, dtype: torch.dtype) -> tuple[Tenso
     d, theta = config.head_dim, config.rope_theta
 
     def pair_that_turns(times: float) -> float:
-        return d / 2 * math.log(config.rope_original_tokens / (times * 2 * math.pi)) / math.log(theta)
+        return (
+            d / 2 * math.log(config.rope_original_tokens / (times * 2 * math.pi)) / math.log(theta)
+        )
 
     pair = torch.arange(0, d // 2, dtype=dtype)
     base = theta ** (2 * pair / d)

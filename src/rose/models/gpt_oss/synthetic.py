@@ -104,32 +104,48 @@ def _layer(config: GptOssConfig, formats: QuantScheme, source: torch.Generator) 
 
 
 @torch.inference_mode()
-def distinct_experts(model: GptOss, token_ids_T: Tensor) -> list[int]:
-    """Return how many different experts of each layer one prompt of these tokens hits."""
+def distinct_experts(model: GptOss, token_ids_ST: Tensor) -> list[int]:
+    """Return how many different experts of each layer the last tokens of these prompts hit together.
+
+    Shapes   token_ids_ST int64 [S, T]: one prompt per row. S rows of a few dozen tokens route as a decode step of
+             S sequences does; one token per row would not, since all would see nothing but themselves.
+    """
+    num_sequences, num_tokens = token_ids_ST.shape
+    chosen = _chosen_experts(model, token_ids_ST)
+    return [ids_TK.view(num_sequences, num_tokens, -1)[:, -1].unique().numel() for ids_TK in chosen]
+
+
+def _chosen_experts(model: GptOss, token_ids_ST: Tensor) -> list[Tensor]:
+    """Return per layer the experts [S T, K] of every token."""
+    num_sequences, num_tokens = token_ids_ST.shape
     pages = OwnPages(
         model.config,
-        num_sequences=1,
-        max_tokens=len(token_ids_T),
+        num_sequences=num_sequences,
+        max_tokens=num_tokens,
         page_tokens=model.page_tokens,
         dtype=model.kv_dtype,
-        device=token_ids_T.device,
+        device=token_ids_ST.device,
     )
     chosen: list[Tensor] = []
     for block in model.blocks:
         block.experts.observer = chosen.append
     try:
-        model.forward(token_ids_T, pages.step(prefill=[(0, len(token_ids_T))]))
+        step = pages.step(prefill=[(s, num_tokens) for s in range(num_sequences)])
+        model.forward(token_ids_ST.flatten(), step)
     finally:
         for block in model.blocks:
             block.experts.observer = None
-    return [ids_TK.unique().numel() for ids_TK in chosen]
+    return chosen
 
 
-def mean_distinct_experts(model: GptOss, num_tokens: int, *, seed: int) -> float:
-    """Return the mean over layers of `distinct_experts` for a prompt of random tokens."""
+def mean_distinct_experts(model: GptOss, num_sequences: int, *, seed: int) -> float:
+    """Return the mean over layers of `distinct_experts` for a decode step of random tokens."""
     device = model.device
-    token_ids_T = torch.randint(
-        model.config.vocab_size, (num_tokens,), generator=generator(device, seed), device=device
+    token_ids_ST = torch.randint(
+        model.config.vocab_size,
+        (num_sequences, 64),
+        generator=generator(device, seed),
+        device=device,
     )
-    counts = distinct_experts(model, token_ids_T)
+    counts = distinct_experts(model, token_ids_ST)
     return sum(counts) / len(counts)
