@@ -58,8 +58,9 @@ DEFAULT = VARIANTS["u256_d256"]
 class PrefillLibrary:
     """The launchers of prefill_sm90.cu on torch tensors."""
 
-    def __init__(self, *, defines: Sequence[str] = ()) -> None:
-        self.library = CudaLibrary(Path(__file__).with_name("prefill_sm90.cu"), defines=defines)
+    def __init__(self, library: CudaLibrary | None = None, *, defines: Sequence[str] = ()) -> None:
+        source = Path(__file__).with_name("prefill_sm90.cu")
+        self.library = library or CudaLibrary(source, defines=defines)
         launcher = self.library.launcher
         self._sort = launcher("launch_sort", "piipppppp")
         self._quantize = launcher("launch_quantize", "ppppiiiip")
