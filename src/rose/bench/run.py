@@ -31,6 +31,19 @@ def run_latency(
     session.print_table()
 
 
+def run_prefill(*, tokens: list[int], num_prompts: int, repeats: int, **options: Any) -> None:
+    """Measure prompt lengths, one prompt at a time or many at once."""
+    if num_prompts == 1:
+        run_latency(tokens=tokens, batches=[], contexts=[], repeats=repeats, **options)
+        return
+    with BenchProgress().running() as progress:
+        session = Session(progress, **options)
+        progress.expect(len(tokens))
+        for number in tokens:
+            session.prefill_many(number, num_prompts, repeats)
+    session.print_table()
+
+
 def run_load(
     *,
     input_tokens: list[int],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from contextlib import AbstractContextManager
 from functools import cache
@@ -20,13 +21,22 @@ from rose.bench.sweep import (
     PromptSource,
     decode_milliseconds,
     decode_tokens,
+    drain,
+    prefill_many_seconds,
     prefill_seconds,
 )
 from rose.engine.engine import LLMEngine
 
 PROFILED_STEPS = 8
 """Enough for a table; torch's profiler takes a second for each step of a thousand operators."""
-UNITS = {"prefill": "s", "start": "s", "decode": "ms", "load": "ms", "mixed": "ms"}
+UNITS = {
+    "prefill": "s",
+    "start": "s",
+    "decode": "ms",
+    "load": "ms",
+    "mixed": "ms",
+    "prefill_many": "s",
+}
 
 
 class Session:
@@ -98,6 +108,24 @@ class Session:
                 prefill_seconds(self.engine, self.prompts, tokens)
         self.record("prefill", samples, tokens=tokens, distinct_experts=self.distinct_experts(256))
 
+    def prefill_many(self, tokens: int, num_prompts: int, repeats: int) -> None:
+        """Measure many prompts of one length given at once; the cache need not hold them all together."""
+        cell = f"prefill {num_prompts} prompts of {tokens}"
+        if not self.fits(cell, sequences=1, tokens=tokens + 1):
+            return
+        samples = []
+        for i in range(repeats):
+            self.progress.now(f"{cell}: sample {i + 1} of {repeats}")
+            samples.append(prefill_many_seconds(self.engine, self.prompts, tokens, num_prompts))
+            drain(self.engine)
+        self.record(
+            "prefill_many",
+            samples,
+            prompts=num_prompts,
+            tokens=tokens,
+            tokens_per_s=round(num_prompts * tokens / statistics.median(samples), 1),
+        )
+
     def decode(self, batch: int, context: int) -> None:
         """Measure one batch size at one context."""
         cell = f"decode {batch} x {context}"
@@ -145,6 +173,7 @@ def cell_name(line: dict[str, Any]) -> str:
     """Return what a line measured, in words."""
     return {
         "prefill": "prefill {tokens}",
+        "prefill_many": "prefill {prompts} prompts of {tokens}",
         "decode": "decode {batch} x {context}",
         "load": "load {input_tokens}/{output_tokens}, {in_flight} in flight, per token",
         "mixed": "mixed {batch} x {context} with a prompt of {prompt_tokens}, token gap",

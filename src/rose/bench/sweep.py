@@ -61,6 +61,23 @@ def prefill_seconds(engine: LLMEngine, prompts: PromptSource, tokens: int) -> fl
     raise RuntimeError("the engine ended without a token")
 
 
+def prefill_many_seconds(
+    engine: LLMEngine, prompts: PromptSource, tokens: int, num_prompts: int
+) -> float:
+    """Return seconds from submission of many fresh prompts to the first token of the last."""
+    requests = [prompts.request(tokens, 1) for _ in range(num_prompts)]
+    waiting = {r.request_id for r in requests}
+    begin = time.perf_counter()
+    for request in requests:
+        engine.add(request)
+    for event in _events(engine):
+        if isinstance(event, TokensEvent):
+            waiting.discard(event.request_id)
+            if not waiting:
+                return time.perf_counter() - begin
+    raise RuntimeError("the engine ended without a token of each prompt")
+
+
 def decode_tokens(engine: LLMEngine, batch: int, context: int) -> int:
     """Return the length that the sequences of a decode cell must be able to reach.
 

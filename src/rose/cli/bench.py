@@ -90,14 +90,15 @@ def bench() -> None:
 
 @bench.command()
 @_list("--tokens", "8192,32768,65536,128000", "Prompt lengths.")
-@_number("--repeats", 3, "Samples per length, after one warm-up.")
+@_number("--prompts", 1, "Prompts given at once.")
+@_number("--repeats", 3, "Samples per length, after one warm-up of a single prompt.")
 @_engine
 @_profile_option
-def prefill(tokens: list[int], repeats: int, **options: Any) -> None:
-    """Time from submission of an unseen prompt to its first token."""
-    from rose.bench.run import run_latency
+def prefill(tokens: list[int], prompts: int, repeats: int, **options: Any) -> None:
+    """Time from submission of an unseen prompt to its first token; or tokens/s of many prompts."""
+    from rose.bench.run import run_prefill
 
-    run_latency(tokens=tokens, batches=[], contexts=[], repeats=repeats, **options)
+    run_prefill(tokens=tokens, num_prompts=prompts, repeats=repeats, **options)
 
 
 @bench.command()
@@ -199,3 +200,41 @@ def kernels(operations: tuple[str, ...], **options: Any) -> int:
     with BenchProgress().running() as progress:
         is_right = run_kernels(operations=list(operations), say=progress.done, **options)
     return 0 if is_right else 1
+
+
+@bench.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--out", type=PATH, help="Write here; default: standard output.")
+@click.option("--charts", type=FOLDER, help="Draw charts into this folder (needs matplotlib).")
+@click.option(
+    "--price",
+    type=click.FloatRange(min=0, min_open=True),
+    default=3.0,
+    show_default=True,
+    help="US dollars per GPU and hour.",
+)
+def report(files: tuple[Path, ...], out: Path | None, charts: Path | None, price: float) -> None:
+    """Tables and charts of result FILES beside seed, peer, goal and floor; the newest line of a cell counts."""
+    import os
+
+    from rose.bench.report import markdown, summary
+    from rose.bench.results import read
+    from rose.bench.targets import load_targets
+
+    results, targets = read(files), load_targets()
+    links = []
+    if charts is not None:
+        from rose.bench.charts import draw
+
+        base = Path.cwd() if out is None else out.parent
+        links = [
+            (caption, Path(os.path.relpath(path, base)).as_posix())
+            for caption, path in draw(results, targets, charts, price=price)
+        ]
+    text = markdown(results, targets, charts=links, price=price)
+    if out is None:
+        click.echo(text, nl=False)
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(text)
+    click.echo(summary(results, targets))

@@ -1,0 +1,187 @@
+"""Charts of result files: cost against speed for a user, and prefill against length. Needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rose.bench.cost import PRICE, usd_per_million
+from rose.bench.results import Line, Results
+from rose.bench.targets import Targets
+from rose.utils.errors import RoseError
+
+MODELS = ("20b", "120b")
+OURS, OTHER, LIMIT, PAST = "#c2185b", "#37474f", "#9e9e9e", "#8d6e63"
+STYLE = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+}
+
+
+def draw(
+    results: Results, targets: Targets, folder: Path, *, price: float = PRICE
+) -> list[tuple[str, Path]]:
+    """Write the charts that the results have points for; return (caption, file) pairs.
+
+    Raises  RoseError where matplotlib is not installed
+    """
+    try:
+        import matplotlib as mpl
+    except ModuleNotFoundError:
+        raise RoseError(
+            "charts need matplotlib, which is not installed here; "
+            "pip install 'rose-engine[report]', or leave out --charts"
+        ) from None
+    mpl.use("agg")
+    folder.mkdir(parents=True, exist_ok=True)
+    cost, prefill = folder / "cost.png", folder / "prefill.png"
+    with mpl.rc_context(STYLE):
+        _cost_chart(results, targets, cost, price)
+        _prefill_chart(results, targets, prefill)
+    return [
+        (
+            f"Cost per million output tokens against tokens/s per user, at {price:g} USD per GPU hour",
+            cost,
+        ),
+        ("Prefill latency against prompt length", prefill),
+    ]
+
+
+Point = tuple[float, float, int]
+"""Tokens/s per user, dollars per million output tokens, batch."""
+
+
+def decode_points(lines: Sequence[tuple[int, float]], price: float) -> list[Point]:
+    """Turn (batch, milliseconds per step) pairs into points, by batch."""
+    return [
+        (1e3 / ms, usd_per_million(seconds=ms / 1e3, tokens=batch, price=price), batch)
+        for batch, ms in sorted(lines)
+    ]
+
+
+def decode_lines(results: Results, model: str) -> dict[int, list[tuple[int, float]]]:
+    """Return (batch, milliseconds) of one GPU's decode lines that count, by context."""
+    found: dict[int, list[tuple[int, float]]] = {}
+    for line in _of(results, "decode", model):
+        found.setdefault(line["context"], []).append((line["batch"], line["median"]))
+    return dict(sorted(found.items()))
+
+
+def _of(results: Results, bench: str, model: str) -> list[Line]:
+    return [
+        line
+        for line in results.cells.values()
+        if line["bench"] == bench and line["model"] == model and line.get("tp", 1) == 1
+    ]
+
+
+def _figure(title: str) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.6, 4.2), dpi=150, layout="constrained")
+    axes = figure.subplots(1, len(MODELS))
+    figure.suptitle(title, fontsize=11)
+    for axis, model in zip(axes, MODELS, strict=True):
+        axis.set_title(f"gpt-oss-{model}", fontsize=10)
+    return figure, axes
+
+
+def _cost_chart(results: Results, targets: Targets, path: Path, price: float) -> None:
+    figure, axes = _figure(
+        f"Decode on one H200 at {price:g} USD per GPU hour; numbers are sequences"
+    )
+    for axis, model in zip(axes, MODELS, strict=True):
+        for name, style in (
+            ("floor", {"color": LIMIT, "ls": "--", "marker": "", "label": "floor, context 8192"}),
+            ("peer", {"color": OTHER, "marker": "s", "label": "peer, context 8192"}),
+        ):
+            cells = [c for c in targets.cells.values() if (c.bench, c.model) == ("decode", model)]
+            pairs = [(c.numbers["batch"], getattr(c, name)) for c in cells]
+            _plot_points(axis, decode_points([p for p in pairs if p[1]], price), style)
+        shades = (1.0, 0.55, 0.35, 0.25)
+        for (context, lines), alpha in zip(
+            decode_lines(results, model).items(), shades, strict=False
+        ):
+            style = {
+                "color": OURS,
+                "alpha": alpha,
+                "marker": "o",
+                "label": f"rose, context {context}",
+            }
+            # One curve's labels are enough: the others have the same batches, and would overlap.
+            _plot_points(axis, decode_points(lines, price), style, has_labels=alpha == 1.0)
+        axis.set_yscale("log")
+        axis.set_xlim(left=0)
+        axis.set_xlabel("tokens/s per user")
+        axis.yaxis.set_major_formatter(_plain)
+        axis.yaxis.set_minor_formatter(_sparse)
+        axis.legend(loc="lower right")
+    axes[0].set_ylabel("USD per million output tokens")
+    figure.savefig(path)
+
+
+def _plot_points(
+    axis: Any, points: list[Point], style: dict[str, Any], *, has_labels: bool = False
+) -> None:
+    if not points:
+        return
+    axis.plot([p[0] for p in points], [p[1] for p in points], lw=1.6, ms=4, **style)
+    for x, y, batch in points if has_labels else ():
+        axis.annotate(
+            str(batch),
+            (x, y),
+            xytext=(5, -9),
+            textcoords="offset points",
+            fontsize=7.5,
+            color=style["color"],
+            alpha=style.get("alpha", 1.0),
+        )
+
+
+def _prefill_chart(results: Results, targets: Targets, path: Path) -> None:
+    figure, axes = _figure("Prefill of one unseen prompt on one H200")
+    for axis, model in zip(axes, MODELS, strict=True):
+        cells = [c for c in targets.cells.values() if (c.bench, c.model) == ("prefill", model)]
+        for name, style in (
+            ("seed", {"color": PAST, "marker": "^", "label": "seed, as published"}),
+            ("peer", {"color": OTHER, "marker": "s", "label": "peer"}),
+            ("floor", {"color": LIMIT, "ls": "--", "label": "floor"}),
+        ):
+            points = [(c.numbers["tokens"], getattr(c, name)) for c in cells if getattr(c, name)]
+            axis.plot(*zip(*points, strict=True), lw=1.6, ms=4, **style)
+        ours = sorted((x["tokens"], x["median"]) for x in _of(results, "prefill", model))
+        if ours:
+            axis.plot(*zip(*ours, strict=True), color=OURS, marker="o", lw=2, ms=4.5, label="rose")
+            for tokens, seconds in ours:
+                axis.annotate(
+                    f"{seconds:.3g}",
+                    (tokens, seconds),
+                    xytext=(5, -9),
+                    textcoords="offset points",
+                    fontsize=7.5,
+                    color=OURS,
+                )
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xticks(sorted({c.numbers["tokens"] for c in cells} | {t for t, _ in ours}))
+        axis.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:.0f}")
+        axis.minorticks_off()
+        axis.yaxis.set_major_formatter(_plain)
+        axis.set_xlabel("prompt tokens")
+        axis.legend(loc="upper left")
+    axes[0].set_ylabel("seconds to the first token")
+    figure.savefig(path)
+
+
+def _plain(value: float, _position: int) -> str:
+    return f"{value:g}"
+
+
+def _sparse(value: float, _position: int) -> str:
+    """Label the 2s and 5s between powers of ten."""
+    return f"{value:g}" if f"{value:e}"[0] in "25" else ""

@@ -1,0 +1,279 @@
+"""Markdown of result files: the score table beside seed, peer, goal and floor, then everything else measured.
+
+Reads JSON lines only; measures nothing and needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rose.bench.cost import PRICE, line_cost
+from rose.bench.results import Line, Results
+from rose.bench.targets import FIELDS, Cell, Targets
+
+MAX_REFUSED = 20
+
+
+def markdown(
+    results: Results,
+    targets: Targets,
+    *,
+    charts: Sequence[tuple[str, str]] = (),
+    price: float = PRICE,
+) -> str:
+    """Return the whole report; `charts` are (caption, link) pairs."""
+    blocks = ["# Results", _intro(targets)]
+    blocks += [f"![{caption}]({link})" for caption, link in charts]
+    models = list(dict.fromkeys(cell.model for cell in targets.cells.values()))
+    for model in models:
+        blocks += [f"## gpt-oss-{model}", score_table(results, targets, model)]
+        blocks += _configurations(results, targets, model)
+    blocks.append(summary(results, targets))
+    blocks += _more_cells(results, targets, price)
+    blocks += _load(results, price)
+    blocks += _many(results, targets)
+    blocks += _mixed(results)
+    blocks += _options(results, price)
+    blocks += _kernels(results)
+    if results.refused:
+        shown = results.refused[:MAX_REFUSED]
+        more = len(results.refused) - len(shown)
+        lines = [f"- {r}" for r in shown] + ([f"- and {more} more"] if more else [])
+        blocks += ["## Lines not taken", "\n".join(lines)]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _intro(targets: Targets) -> str:
+    sources = [f"- **{name}**: {text}" for name, text in targets.sources.items()]
+    return "\n".join(
+        [
+            f"Figures of others are of {targets.machine}. Ratios above 1 are in our favour "
+            "(peer / ours, seed / ours); floor / ours is the share of the limit that is reached.",
+            "",
+            *sources,
+        ]
+    )
+
+
+def score_table(results: Results, targets: Targets, model: str) -> str:
+    """Return the table of one model's cells."""
+    rows = []
+    for key, cell in targets.cells.items():
+        if cell.model != model:
+            continue
+        ours = results.cells.get(key, {}).get("median")
+        rows.append(
+            [
+                f"{cell_words(cell)}, {cell.unit}",
+                *(_figure(x) for x in (cell.seed, cell.peer, cell.must, cell.goal, cell.floor)),
+                f"**{_figure(ours)}**" if ours is not None else "-",
+                *(_ratio(x, ours) for x in (cell.seed, cell.peer, cell.floor)),
+                verdict(cell, ours),
+            ]
+        )
+    heads = ["cell", "seed", "peer", "must", "goal", "floor", "ours"]
+    return table([*heads, "seed / ours", "peer / ours", "floor / ours", "reached"], rows)
+
+
+def verdict(cell: Cell, ours: float | None) -> str:
+    """Return how far a cell has come."""
+    if ours is None:
+        return "not measured"
+    if cell.goal is not None and ours <= cell.goal:
+        return "goal"
+    return "must" if ours <= cell.must else f"short by {ours / cell.must - 1:.0%}"
+
+
+def num_short(results: Results, targets: Targets) -> int:
+    """Return how many cells miss their must, those not measured included."""
+    medians = {k: results.cells.get(k, {}).get("median") for k in targets.cells}
+    return sum(m is None or m > targets.cells[k].must for k, m in medians.items())
+
+
+def mixed_models(results: Results, targets: Targets) -> list[str]:
+    """Return the models whose counted cells come from more than one serving configuration."""
+    configs: dict[str, set[str]] = {}
+    for key, line in results.cells.items():
+        if key in targets.cells:
+            configs.setdefault(key[1], set()).add(line["config"])
+    return [model for model, found in configs.items() if len(found) > 1]
+
+
+def summary(results: Results, targets: Targets) -> str:
+    """Return the last word on the score table."""
+    short = num_short(results, targets)
+    words = [
+        f"{len(targets.cells) - short} of {len(targets.cells)} cells reach their must, {short} are short; "
+        f"{len(results.refused)} lines were not taken."
+    ]
+    words += [
+        f"The cells of {model} come from more than one configuration; one server must reach all of them."
+        for model in mixed_models(results, targets)
+    ]
+    return " ".join(words)
+
+
+def _configurations(results: Results, targets: Targets, model: str) -> list[str]:
+    lines = [results.cells[k] for k in targets.cells if k[1] == model and k in results.cells]
+    if not lines:
+        return []
+    parts = []
+    for name, title in (("config", "Configuration"), ("device", "Device"), ("commit", "Commit")):
+        parts.append(f"{title}: " + ", ".join(dict.fromkeys(f"`{x[name]}`" for x in lines)))
+    experts = [x["distinct_experts"] for x in lines if x["bench"] == "prefill"]
+    if experts:
+        parts.append(f"Experts hit per layer by 4096 tokens: {experts[0]:g}")
+    commands = "\n".join(f"- `{c}`" for c in dict.fromkeys(x["command"] for x in lines))
+    return [". ".join(parts) + ".", f"Measured by\n\n{commands}"]
+
+
+def _more_cells(results: Results, targets: Targets, price: float) -> list[str]:
+    lines = [line for key, line in results.cells.items() if key not in targets.cells]
+    return ["## More lengths and batches", _cost_table(lines, price)] if lines else []
+
+
+def _options(results: Results, price: float) -> list[str]:
+    if not results.options:
+        return []
+    text = "Measured, and left out of the table above: other formats, trials, other machines' settings."
+    return ["## Options", text, _cost_table(results.options, price)]
+
+
+def _cost_table(lines: Iterable[Line], price: float) -> str:
+    rows = []
+    for line in sorted(lines, key=_order):
+        made = line_cost(line, price=price)
+        rows.append(
+            [
+                line["model"],
+                line_words(line),
+                f"{_figure(line['median'])} {'ms' if line['bench'] == 'decode' else 's'}",
+                f"{made[1]:.3f} per M {made[0]} tokens" if made else "-",
+                _figure(line.get("distinct_experts")),
+                f"`{line.get('config', '-')}`",
+            ]
+        )
+    return table(
+        ["model", "cell", "median", f"USD at {price:g}/h", "experts hit", "configuration"], rows
+    )
+
+
+def _order(line: Line) -> tuple[Any, ...]:
+    numbers = tuple(line.get(k) or 0 for k in ("context", "batch", "tokens"))
+    return (line["bench"] != "prefill", str(line["model"]), line["bench"], *numbers)
+
+
+def _load(results: Results, price: float) -> list[str]:
+    lines = results.others.get("load", [])
+    if not lines:
+        return []
+    rows = []
+    for x in sorted(lines, key=lambda x: (x["model"], x["input_tokens"], x["in_flight"])):
+        made = line_cost(x, price=price)
+        assert made is not None, "load lines have a cost"
+        rows.append(
+            [
+                x["model"],
+                f"{x['input_tokens']} / {x['output_tokens']}",
+                str(x["in_flight"]),
+                f"{x['output_tokens_per_s']:.0f}",
+                f"{x['first_token_ms']:.0f} ({x['first_token_ms_p99']:.0f})",
+                f"{x['token_ms']:.2f} ({x['token_ms_p99']:.2f})",
+                f"{made[1]:.3f}",
+            ]
+        )
+    heads = ["model", "tokens in / out", "in flight", "output tokens/s", "first token, ms (p99)"]
+    heads += ["per token, ms (p99)", f"USD per M output at {price:g}/h"]
+    return ["## Closed loop", table(heads, rows)]
+
+
+def _many(results: Results, targets: Targets) -> list[str]:
+    lines = results.others.get("prefill_many", [])
+    peers = {
+        (p["model"], p["prompts"], p["tokens"]): p["peer_tokens_per_s"]
+        for p in targets.prefill_many
+    }
+    rows = []
+    for x in lines:
+        peer = peers.get((x["model"], x["prompts"], x["tokens"]))
+        ours = x["tokens_per_s"]
+        ratio = f"{ours / peer:.2f}" if peer else "-"
+        cell = f"{x['prompts']} x {x['tokens']}"
+        rows.append([x["model"], cell, f"{ours:.0f}", f"{peer:.0f}" if peer else "-", ratio])
+    heads = ["model", "prompts", "tokens/s", "peer", "ours / peer"]
+    return ["## Prefill of many prompts", table(heads, rows)] if rows else []
+
+
+def _mixed(results: Results) -> list[str]:
+    rows = [
+        [
+            x["model"],
+            f"{x['batch']} x {x['context']}",
+            str(x["prompt_tokens"]),
+            f"{x['quiet_ms']:.1f}",
+            f"{x['median']:.1f}",
+            f"{x['p99']:.1f}",
+            f"{x['prompt_ms'] / 1e3:.2f}",
+        ]
+        for x in results.others.get("mixed", [])
+    ]
+    heads = [
+        "model",
+        "decoding",
+        "prompt",
+        "gap before, ms",
+        "gap, ms",
+        "p99, ms",
+        "prompt's first token, s",
+    ]
+    return ["## Decoding while a long prompt enters", table(heads, rows)] if rows else []
+
+
+def _kernels(results: Results) -> list[str]:
+    rows = [
+        [
+            x["operation"],
+            x["case"],
+            x["implementation"],
+            f"{x['median_us']:.1f}",
+            _figure(x.get("floor_us")),
+            f"{x['share_of_limit']:.0%}" if "share_of_limit" in x else "-",
+            f"{x['tflops']:.0f}",
+            f"{x['tb_per_s']:.2f}",
+        ]
+        for x in results.others.get("kernel", [])
+        if "H200" in str(x.get("device"))
+    ]
+    heads = ["operation", "case", "implementation", "us", "floor", "share", "TFLOP/s", "TB/s"]
+    return ["## Kernels", table(heads, rows)] if rows else []
+
+
+def cell_words(cell: Cell) -> str:
+    """Return a cell of the score table in words."""
+    return line_words({"bench": cell.bench, **cell.numbers})
+
+
+def line_words(line: Line) -> str:
+    """Return what a prefill, decode or start line measured."""
+    if line["bench"] == "start":
+        return "start, kernels cached" if line["cached"] else "start, nothing cached"
+    numbers = " x ".join(str(line.get(f)) for f in FIELDS[line["bench"]])
+    ranks = [f"{k}{line[k]}" for k in ("tp", "ep", "dp") if line.get(k, 1) != 1]
+    return " ".join([line["bench"], numbers, *ranks])
+
+
+def table(heads: list[str], rows: list[list[str]]) -> str:
+    """Return a Markdown table; all columns but the first to the right."""
+    lines = ["| " + " | ".join(heads) + " |"]
+    lines.append("| --- |" + " ---: |" * (len(heads) - 1))
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def _figure(number: float | None) -> str:
+    return "-" if number is None else f"{number:.4g}"
+
+
+def _ratio(number: float | None, ours: float | None) -> str:
+    return "-" if not number or not ours else f"{number / ours:.2f}"

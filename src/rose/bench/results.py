@@ -1,0 +1,110 @@
+"""Result files: read, refused line by line where a line cannot be trusted, the newest line of a cell kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rose.bench.targets import FIELDS, Key, key
+from rose.utils.errors import RoseError
+
+Line = dict[str, Any]
+ORIGIN = ("median", "config", "device", "commit", "date", "command")
+TABLES = {
+    "load": ("model", "device", "input_tokens", "output_tokens", "in_flight"),
+    "mixed": ("model", "device", "batch", "context", "prompt_tokens"),
+    "prefill_many": ("model", "device", "prompts", "tokens"),
+    "kernel": ("operation", "case", "implementation", "device"),
+}
+"""What tells the lines of the other benches apart."""
+
+
+@dataclass(slots=True)
+class Results:
+    """The newest line of each cell, and what was not taken."""
+
+    cells: dict[Key, Line] = field(default_factory=dict)
+    """Prefill, decode and start lines that count, those outside the score table included."""
+    options: list[Line] = field(default_factory=list)
+    """Prefill, decode and start lines marked as options, the newest of each cell and configuration."""
+    others: dict[str, list[Line]] = field(default_factory=dict)
+    """Bench -> newest lines, in the order of their first appearance."""
+    refused: list[str] = field(default_factory=list)
+    """Where, and why."""
+
+
+def faults(line: Line) -> list[str]:
+    """Return why a prefill, decode or start line cannot count."""
+    found = [f"no {name}" for name in ORIGIN if name not in line]
+    if "H200" not in line.get("device", ""):
+        found.append(f"device {line.get('device')!r} is no H200")
+    if "dirty" in line.get("commit", ""):
+        found.append("the source differed from its commit")
+    if line["bench"] != "start":
+        if line.get("kv") != "bf16":
+            found.append(f"kv is {line.get('kv')!r}, bf16 counts")
+        if "distinct_experts" not in line:
+            found.append("no distinct_experts")
+    return found
+
+
+def read(paths: Iterable[Path]) -> Results:
+    """Read result files.
+
+    Raises  RoseError for a file that is absent or a line that is no JSON object
+    """
+    results = Results()
+    options: dict[Any, Line] = {}
+    others: dict[str, dict[Any, Line]] = {}
+    for path in paths:
+        for place, line in _lines(path):
+            bench = line.get("bench")
+            if bench in FIELDS:
+                _take(results, options, place, line)
+            elif bench in TABLES and "error" not in line:
+                _newest(others.setdefault(bench, {}), tuple(map(line.get, TABLES[bench])), line)
+    results.options = list(options.values())
+    results.others = {bench: list(lines.values()) for bench, lines in others.items()}
+    return results
+
+
+def _lines(path: Path) -> Iterable[tuple[str, Line]]:
+    if not path.is_file():
+        raise RoseError(f"{path} is not a file; give the JSON lines that rose bench --json wrote")
+    for number, text in enumerate(path.read_text().splitlines(), start=1):
+        if not text.strip():
+            continue
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise RoseError(f"{path}:{number} is no JSON ({error}); remove the line") from None
+        if not isinstance(line, dict):
+            raise RoseError(f"{path}:{number} is no JSON object; remove the line")
+        yield f"{path}:{number}", line
+
+
+def _take(results: Results, options: dict[Any, Line], place: str, line: Line) -> None:
+    if line.get("option"):
+        name = (line["bench"], *(line.get(f) for f in ("model", "config", "device", "kv")))
+        numbers = tuple(line.get(f) for f in FIELDS[line["bench"]])
+        _newest(options, (*name, *numbers), line)
+        return
+    try:
+        cell = key(line)
+    except KeyError as error:
+        results.refused.append(f"{place}: no {error.args[0]}")
+        return
+    found = faults(line)
+    if found:
+        results.refused.append(f"{place}: {', '.join(found)}")
+        return
+    _newest(results.cells, cell, line)
+
+
+def _newest(table: dict[Any, Line], cell: Any, line: Line) -> None:
+    """Keep the newest line, not the best one; of two of one date the later in the files."""
+    if line.get("date", "") >= table.get(cell, {}).get("date", ""):
+        table[cell] = line

@@ -1,0 +1,175 @@
+"""Reports of result files: which line of a cell counts, what is refused, and that figures come through."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from rose.bench.charts import decode_points, draw
+from rose.bench.cost import line_cost, usd_per_million
+from rose.bench.report import markdown, mixed_models, num_short, summary, verdict
+from rose.bench.results import read
+from rose.bench.targets import Cell, load_targets
+from rose.cli.main import run
+from rose.utils.errors import RoseError
+
+TARGETS = load_targets()
+LINE = {
+    "bench": "prefill",
+    "model": "20b",
+    "tokens": 8192,
+    "median": 0.1,
+    "kv": "bf16",
+    "distinct_experts": 31.9,
+    "config": "a",
+    "device": "NVIDIA H200",
+    "commit": "abc",
+    "date": "2026-11-30T10:00:00+00:00",
+    "command": "python -m rose.cli.main bench latency",
+}
+CELL = ("prefill", "20b", 1, 1, 1, 8192)
+
+
+def _read(tmp_path, *lines, name="r.jsonl"):
+    path = tmp_path / name
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return read([path])
+
+
+def test_the_newest_line_of_a_cell_counts_not_the_best(tmp_path):
+    newer = {**LINE, "median": 0.2, "date": "2026-11-30T11:00:00+00:00"}
+    assert _read(tmp_path, newer, LINE).cells[CELL]["median"] == 0.2
+    same_date = {**LINE, "median": 0.3}
+    assert _read(tmp_path, LINE, same_date).cells[CELL]["median"] == 0.3
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"device": "cpu"}, "no H200"),
+        ({"commit": "abc-dirty"}, "differed from its commit"),
+        ({"kv": "fp8"}, "bf16 counts"),
+        ({"distinct_experts": None}, "no distinct_experts"),
+        ({"command": None}, "no command"),
+        ({"tokens": None}, "no tokens"),
+    ],
+)
+def test_lines_that_cannot_be_trusted_are_refused_with_the_reason(tmp_path, change, why):
+    line = {k: v for k, v in {**LINE, **change}.items() if v is not None}
+    results = _read(tmp_path, line)
+    assert not results.cells
+    assert len(results.refused) == 1
+    assert why in results.refused[0]
+    assert "r.jsonl:1" in results.refused[0]
+
+
+def test_options_are_reported_apart_and_never_counted(tmp_path):
+    results = _read(tmp_path, {**LINE, "option": True, "kv": "fp8", "median": 0.001})
+    assert not results.cells
+    assert not results.refused
+    assert "## Options" in markdown(results, TARGETS)
+    assert num_short(results, TARGETS) == len(TARGETS.cells)
+
+
+def test_a_start_line_needs_no_kv_format(tmp_path):
+    start = {**LINE, "bench": "start", "cached": True, "median": 9.0}
+    del start["kv"], start["distinct_experts"]
+    results = _read(tmp_path, start)
+    assert results.cells[("start", "20b", 1, 1, 1, True)]["median"] == 9.0
+
+
+def test_cells_of_one_model_from_two_configurations_are_named(tmp_path):
+    other = {**LINE, "tokens": 32768, "config": "b"}
+    results = _read(tmp_path, LINE, other)
+    assert mixed_models(results, TARGETS) == ["20b"]
+    assert "more than one configuration" in summary(results, TARGETS)
+    assert mixed_models(_read(tmp_path, LINE, {**other, "config": "a"}), TARGETS) == []
+
+
+def test_the_score_table_shows_ours_beside_the_others(tmp_path):
+    text = markdown(_read(tmp_path, LINE), TARGETS)
+    row = next(row for row in text.splitlines() if row.startswith("| prefill 8192, s |"))
+    cells = [c.strip() for c in row.strip("|").split("|")]
+    assert cells[1:7] == ["0.239", "0.118", "0.118", "0.071", "0.05", "**0.1**"]
+    assert cells[7:] == ["2.39", "1.18", "0.50", "must"]
+    assert f"1 of {len(TARGETS.cells)} cells reach their must" in text
+
+
+def test_verdicts_compare_with_must_and_goal():
+    cell = Cell(key=CELL, unit="s", seed=None, peer=2.0, must=2.0, goal=1.0, floor=0.5)
+    found = [verdict(cell, ours) for ours in (None, 0.9, 1.0, 2.0, 2.5)]
+    assert found == ["not measured", "goal", "goal", "must", "short by 25%"]
+
+
+def test_load_mixed_and_kernel_lines_have_tables(tmp_path):
+    times = {
+        "first_token_ms": 50.0,
+        "first_token_ms_p99": 90.0,
+        "token_ms": 4.0,
+        "token_ms_p99": 7.5,
+    }
+    load = {**LINE, "bench": "load", "input_tokens": 1024, "output_tokens": 512, "in_flight": 8,
+            "output_tokens_per_s": 2000.0, **times}  # fmt: skip
+    mixed = {**LINE, "bench": "mixed", "batch": 32, "context": 1024, "prompt_tokens": 32768,
+             "quiet_ms": 6.0, "p99": 123.4, "prompt_ms": 1500.0}  # fmt: skip
+    kernel = {"bench": "kernel", "operation": "gemm", "case": "qkv_1", "implementation": "torch",
+              "median_us": 12.5, "tflops": 3.0, "tb_per_s": 2.0, "share_of_limit": 0.5, "device": "NVIDIA H200",
+              "date": "x"}  # fmt: skip
+    many = {
+        **LINE,
+        "bench": "prefill_many",
+        "prompts": 128,
+        "tokens": 8192,
+        "tokens_per_s": 154880.0,
+    }
+    text = markdown(_read(tmp_path, load, mixed, kernel, many), TARGETS)
+    assert "| 20b | 1024 / 512 | 8 | 2000 | 50 (90) | 4.00 (7.50) | 0.417 |" in text
+    assert "| 20b | 32 x 1024 | 32768 | 6.0 | 0.1 | 123.4 | 1.50 |" in text
+    assert "| gemm | qkv_1 | torch | 12.5 | - | 50% | 3 | 2.00 |" in text
+    assert "| 20b | 128 x 8192 | 154880 | 77440 | 2.00 |" in text
+
+
+def test_broken_files_are_named(tmp_path):
+    with pytest.raises(RoseError, match="is not a file"):
+        read([tmp_path / "absent.jsonl"])
+    (tmp_path / "bad.jsonl").write_text('{"bench": "start"}\nnope\n')
+    with pytest.raises(RoseError, match=r"bad\.jsonl:2 is no JSON"):
+        read([tmp_path / "bad.jsonl"])
+
+
+def test_costs_are_those_that_the_seed_published():
+    for row in TARGETS.seed_prefill:
+        cost = usd_per_million(seconds=row["seconds"], tokens=row["tokens"], gpus=row["gpus"])
+        # Published with three decimals of the cost and of the latency.
+        assert cost == pytest.approx(row["usd_per_million"], abs=0.0011), row
+
+
+def test_costs_of_lines_know_their_kind_and_gpus():
+    assert line_cost(LINE)[0] == "input"
+    decode = {"bench": "decode", "median": 10.0, "batch": 100, "context": 1, "tp": 4, "dp": 2}
+    kind, cost = line_cost(decode)
+    assert kind == "output"
+    assert cost == pytest.approx(10e-3 * 8 * 3 / 3600 / 100 * 1e6)
+    assert line_cost({"bench": "start"}) is None
+    assert decode_points([(100, 10.0)], 3.0)[0][:2] == (100.0, pytest.approx(cost / 8))
+
+
+def test_report_and_charts_are_written_with_links_from_the_report(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "r.jsonl"
+    decode = {**LINE, "bench": "decode", "batch": 8, "context": 8192, "median": 4.0}
+    path.write_text("\n".join(json.dumps(x) for x in (LINE, decode)))
+    out, charts = tmp_path / "docs" / "results.md", tmp_path / "docs" / "charts"
+    assert run(["bench", "report", str(path), "--out", str(out), "--charts", str(charts)]) == 0
+    assert "2 of 20 cells" in capsys.readouterr().out
+    assert "](charts/cost.png)" in out.read_text()
+    for name in ("cost.png", "prefill.png"):
+        assert (charts / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_absent_matplotlib_is_told(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(RoseError, match=r"rose-engine\[report\]"):
+        draw(_read(tmp_path, LINE), TARGETS, tmp_path / "charts")

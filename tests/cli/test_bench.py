@@ -1,0 +1,64 @@
+"""`rose bench` and `rose cost`: options that make no sense are refused in words, figures are those of the formula."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rose.cli.main import run
+
+
+def _error(capsys, *arguments: str) -> str:
+    assert run(list(arguments)) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["bench", "prefill", "--tokens", "12,x"], "whole numbers"),
+        (["bench", "decode", "--batches", "0"], "whole numbers"),
+        (["bench", "latency", "--only", "gemm"], "operation=implementation"),
+        (["bench", "load", "--output-tokens", "1"], "x>=2"),
+        (["bench", "report"], "FILES"),
+        (["bench", "report", "absent.jsonl"], "absent.jsonl is not a file"),
+        (["bench", "prefill", "--size", "7b"], "'20b', '120b', 'tiny'"),
+        (["cost"], "nothing to price"),
+        (["cost", "--seconds", "1"], "--tokens is missing"),
+        (["cost", "--seconds", "0", "--tokens", "1"], "x>0"),
+        (["cost", "a.jsonl", "--seconds", "1", "--tokens", "1"], "give one of them"),
+        (["cost", "a.jsonl", "--gpus", "2"], "belongs to --seconds"),
+    ],
+)
+def test_wrong_options_are_refused_in_words(arguments, word, capsys):
+    assert word in _error(capsys, *arguments)
+
+
+def test_cost_of_a_latency(capsys):
+    assert run(["cost", "--seconds", "0.19", "--tokens", "8192", "--gpus", "2"]) == 0
+    assert capsys.readouterr().out == "0.0387 USD per million tokens\n"
+
+
+def test_cost_of_result_files_names_what_was_not_taken(tmp_path, capsys):
+    line = {"bench": "decode", "model": "20b", "batch": 128, "context": 8192, "median": 15.54, "kv": "bf16",
+            "distinct_experts": 32.0, "config": "a", "device": "NVIDIA H200", "commit": "c", "date": "d",
+            "command": "x"}  # fmt: skip
+    path = tmp_path / "r.jsonl"
+    path.write_text(json.dumps(line) + "\n" + json.dumps({**line, "device": "cpu"}))
+    assert run(["cost", str(path), "--price", "6"]) == 0
+    told = capsys.readouterr()
+    assert "decode 128 x 8192" in told.out
+    assert "0.2023 USD per million output tokens" in told.out
+    assert "no H200" in told.err
+
+
+def test_many_prompts_are_measured_from_the_command_line(tmp_path, capsys):
+    path = tmp_path / "r.jsonl"
+    arguments = ["bench", "prefill", "--size", "tiny", "--device", "cpu", "--layers", "1"]
+    arguments += ["--tokens", "30,200000", "--prompts", "3", "--repeats", "1", "--kv-tokens", "512"]
+    arguments += ["--max-step-tokens", "256", "--max-mixed-tokens", "256", "--json", str(path)]
+    assert run(arguments) == 0
+    (line,) = [json.loads(text) for text in path.read_text().splitlines()]
+    assert line["tokens_per_s"] == pytest.approx(90 / line["median"], rel=1e-3)
+    assert "left out: prefill 3 prompts of 200000" in capsys.readouterr().out
