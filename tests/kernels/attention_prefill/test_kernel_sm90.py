@@ -12,7 +12,7 @@ from rose.kernels.build import CudaLibrary, LaunchError, disassemble, find_cuobj
 registry.load("attention_prefill")
 from rose.kernels.attention_prefill import cuda_impl  # noqa: E402
 
-BOUND = (cuda_impl.FULL_VARIANT, cuda_impl.WINDOW_VARIANT)
+BOUND = cuda_impl.BOUND
 pytestmark = pytest.mark.skipif(find_nvcc() is None, reason="nvcc is not installed")
 
 
@@ -35,14 +35,24 @@ def functions(code: str) -> list[str]:
     return re.split(r"\n\s*Function : ", code)[1:]
 
 
+def test_narrow_windows_alone_get_the_kernel_that_holds_three_tiles() -> None:
+    """The kernel refuses wider ones; here is where the limit is written twice."""
+    header = (cuda_impl.SOURCE.parent / "items.cuh").read_text()
+    tiles, rows = (int(re.search(rf"{n} = (\d+);", header)[1]) for n in ("kWindowTiles", "kRows"))
+    assert (tiles - 1) * rows + 1 == cuda_impl.MAX_WINDOW
+    variants = [cuda_impl.bound_variant(w) for w in (None, 1, 129, 130)]
+    assert variants == [13, 40, 40, 8]
+
+
 @pytest.mark.skipif(find_cuobjdump() is None, reason="cuobjdump is not installed")
 def test_second_product_overlaps_the_softmax(library: CudaLibrary) -> None:
     """In the loop over tiles the wait for P V comes after the exponentials (a scheduler may move it)."""
     kernels = functions(disassemble(library.build().path))
     assert len(kernels) == len(BOUND)
-    for kernel in kernels:
-        assert "UTMALDG" in kernel
-        assert "USETMAXREG" in kernel
+    assert all("UTMALDG" in kernel and "USETMAXREG" in kernel for kernel in kernels)
+    walking = [k for k in kernels if not k.split("\n")[0].count("attention_prefill_window")]
+    assert len(walking) == len(BOUND) - 1
+    for kernel in walking:
         words = re.findall(r"HGMMA\.64x\d+|MUFU\.EX2|DEPBAR\.LE gsb0, 0x[01]", kernel)
         text = " ".join(words)
         widths = [int(n) for n in re.findall(r"HGMMA\.64x(\d+)", text)]

@@ -90,6 +90,10 @@ CASES = [
     _case("bf16", [(40, 100), (9, 9)], dtype="bf16"),
     _case("bf16_gpt_oss", [(70, 200), (1, 1), (64, 64)], GPT_OSS, dtype="bf16", is_strided=True),
     _case("bf16_gpt_oss_window", [(70, 300), (129, 129)], GPT_OSS, window=128, dtype="bf16"),
+    *(
+        _case(f"bf16_gpt_oss_window_{n}", [(70, 300), (9, 140)], GPT_OSS, window=n, dtype="bf16")
+        for n in (50, 129, 130)
+    ),
     _case("float64", [(12, 30)], dtype="float64"),
     _case(
         "gpt_oss_ragged",

@@ -48,8 +48,13 @@ VARIANTS = {
 }
 """What the numbers given to `launch_attention_prefill` mean: kVariants in kernel_sm90.cu, and window.cuh."""
 
-FULL_VARIANT = 6
-WINDOW_VARIANT = 8
+FULL_VARIANT = 13
+WINDOW_VARIANT = 40
+WIDE_WINDOW_VARIANT = 8
+MAX_WINDOW = 129
+"""The widest that WINDOW_VARIANT serves: kMaxWindow of items.cuh. Others get WIDE_WINDOW_VARIANT."""
+
+BOUND = (FULL_VARIANT, WINDOW_VARIANT, WIDE_WINDOW_VARIANT)
 SOURCE = Path(__file__).with_name("kernel_sm90.cu")
 CALL = Struct("@8P2q9if")
 """`Call` of kernel_sm90.cu: packed, as one argument is cheaper than 21."""
@@ -61,8 +66,15 @@ def variant_library(variants: Iterable[int], *, defines: Iterable[str] = ()) -> 
     return CudaLibrary(SOURCE, defines=[f"ROSE_VARIANTS={bits:#x}", *defines])
 
 
-_library = variant_library((FULL_VARIANT, WINDOW_VARIANT))
+_library = variant_library(BOUND)
 _launch = _library.launcher("launch_attention_prefill", "p")
+
+
+def bound_variant(window_tokens: int | None) -> int:
+    """Return the variant that serves layers with this window."""
+    if window_tokens is None:
+        return FULL_VARIANT
+    return WINDOW_VARIANT if window_tokens <= MAX_WINDOW else WIDE_WINDOW_VARIANT
 
 
 @cache
@@ -128,7 +140,7 @@ def attention_prefill(
     del max_query_tokens  # the kernel counts its own tiles
     _launch(
         pack_call(
-            FULL_VARIANT if window_tokens is None else WINDOW_VARIANT,
+            bound_variant(window_tokens),
             q_THD,
             kv_pages,
             page_table_SP,
