@@ -115,7 +115,7 @@ def short(shape: Any) -> str:
 
 
 DECODE = {
-    "moe_experts": ("gluon_decode",),
+    "moe_experts": ("cuda_decode", "gluon_decode"),
     "gemm": ("gluon_decode", "triton", "torch_cublas"),
     "moe_route": ("triton",),
     "sample": ("triton",),
@@ -168,128 +168,66 @@ def expert_layers(experts: int, weight: str = "mxfp4") -> list[ExpertWeights]:
     return [layer() for _ in range(2)]
 
 
-def moe_shapes(batch: int, experts: int, impl: Any, quick: bool) -> list[Any]:
-    """Return the launch shapes worth timing at a batch size."""
-    pairs = batch * K
+def gluon_shapes(batch: int, experts: int, impl: Any) -> list[Any]:
+    """Return few launch shapes of the Gluon kernels: the chosen one and its nearest rivals."""
     shapes: list[Any] = [impl.choose(batch, {"D": D, "I": INNER, "E": experts, "K": K})]
-
-    def tile(**options: Any) -> Any:
-        return impl.Tile(**options)
-
     if batch <= 4:
-        ups = [
-            tile(splits=s, stages=n, max_registers=r)
-            for s, n, r in [
-                (2, 2, None),
-                (2, 3, None),
-                (4, 2, None),
-                (4, 2, 128),
-                (4, 3, None),
-                (4, 1, 128),
-                (8, 1, None),
-                (8, 2, 128),
-            ]
-        ]
-        downs = [
-            tile(splits=s, stages=n)
-            for s, n in [(1, 3), (1, 6), (2, 2), (2, 4), (2, 6), (4, 2), (4, 3)]
-        ]
-        for up in ups:
-            shapes.append(impl.Launch(mode=impl.BY_PAIR, up=up, down=downs[3], is_fused=True))
-        for fused in downs:
-            shapes.append(impl.Launch(mode=impl.BY_PAIR, up=ups[2], down=fused, is_fused=True))
-        shapes.append(impl.Launch(mode=impl.BY_PAIR, up=ups[2], down=tile(splits=4)))
+        up, down = impl.Tile(splits=4, max_registers=128), impl.Tile(splits=2, stages=4)
         shapes.append(
-            impl.Launch(
-                mode=impl.BY_PAIR, up=ups[2], down=downs[3], is_fused=True, is_dependent=True
-            )
+            impl.Launch(mode=impl.BY_PAIR, up=up, down=down, is_fused=True, is_dependent=True)
         )
-    if 2 <= batch <= 16:
-        mode = impl.BY_EXPERT if pairs >= experts else impl.BY_LEADER
-        for s, n, r in [
-            (1, 2, None),
-            (2, 2, None),
-            (2, 2, 128),
-            (2, 3, None),
-            (4, 2, None),
-            (4, 2, 128),
-            (4, 1, 128),
-        ]:
-            t = tile(splits=s, stages=n, max_registers=r)
-            shapes.append(impl.Launch(mode=mode, up=t, down=t))
-        for s, n, w, rows in [(2, 2, 1, 16), (4, 2, 1, 16), (4, 4, 1, 16)]:
-            shapes.append(
-                impl.Launch(
-                    mode=mode,
-                    up=tile(splits=4),
-                    down=tile(splits=s, stages=n, warps_m=w, rows_per_warp=rows),
-                )
-            )
-        shapes.append(
-            impl.Launch(mode=mode, up=tile(splits=4), down=tile(splits=4), is_dependent=True)
+    elif batch >= 16:
+        both = impl.Tile(splits=2, warps_m=2, max_registers=128)
+        shapes.append(impl.Launch(mode=impl.SORTED, tokens=16, up=both, down=both))
+    return shapes
+
+
+def cuda_shapes(batch: int, experts: int, impl: Any, *, is_fp8: bool = False) -> list[Any]:
+    """Return the launch shapes of the CUDA kernel that fit, the chosen one first."""
+    sizes = {"D": D, "I": INNER, "E": experts, "K": K}
+    shapes = [impl.choose(batch, sizes, is_fp8=is_fp8)]
+    shapes.append(dataclasses.replace(shapes[0], is_dependent=False))
+    shapes.append(dataclasses.replace(shapes[0], is_fused=not shapes[0].is_fused))
+    for tiles, warps, blocks, stages in itertools.product((1, 2), (8, 12), (1, 2), (7, 4, 3)):
+        if (tiles == 2 and batch <= 8) or (is_fp8 and warps != 8):
+            continue
+        wanted = impl.Launch(
+            tiles=tiles, warps=warps, blocks_per_sm=blocks, stages=stages, is_fused=batch <= 16
         )
-    if batch >= 8:
-        mean = pairs / experts
-        tokens = {8, 16} if mean <= 6 else {8, 16, 32}
-        for t, (s, w, n, r) in itertools.product(
-            sorted(tokens),
-            [
-                (1, 1, 2, None),
-                (1, 2, 2, None),
-                (2, 1, 2, None),
-                (2, 1, 2, 128),
-                (2, 2, 2, None),
-                (2, 2, 2, 128),
-                (4, 1, 2, 128),
-                (4, 1, 2, None),
-                (4, 1, 1, 128),
-                (1, 4, 2, None),
-                (1, 4, 2, 128),
-            ],
-        ):
-            both = tile(splits=s, warps_m=w, stages=n, max_registers=r)
-            down = both
-            if D % (both.warps_m * 32):
-                down = dataclasses.replace(both, warps_m=2)
-            shapes.append(impl.Launch(mode=impl.SORTED, tokens=t, up=both, down=down))
-        best = shapes[-1]
-        shapes.append(dataclasses.replace(best, is_dependent=True))
-    return shapes[:4] if quick else shapes
+        found = impl.fitted(wanted, batch, sizes, is_fp8=is_fp8)
+        if found is not None and found not in shapes:
+            shapes.append(found)
+    return shapes
 
 
 def bench_moe(args: argparse.Namespace, out: Recorder) -> None:
     registry.load("moe_experts")
-    impl = importlib.import_module("rose.kernels.moe_experts.gluon_decode_impl")
-    for model in args.models:
-        experts = EXPERTS[model]
-        layers = expert_layers(experts)
+    gluon = importlib.import_module("rose.kernels.moe_experts.gluon_decode_impl")
+    cuda = importlib.import_module("rose.kernels.moe_experts.cuda_decode_impl")
+    for model, weight in itertools.product(args.models, args.weights):
+        experts, is_fp8 = EXPERTS[model], weight == "fp8_block"
+        if is_fp8 and model == "120b":
+            continue
+        layers = expert_layers(experts, weight)
         expert_bytes = (layers[0].gate_up.num_bytes + layers[0].down.num_bytes) // experts
         up_bytes = layers[0].gate_up.num_bytes // experts
         for batch in args.batches:
-            source = draw.generator("cuda", batch)
-            draws = 8
-            ids = [draw.routing(batch, experts, K, source=source) for _ in range(draws)]
-            hit = statistics.mean(float(i.unique().numel()) for i in ids)
-            calls = [
-                {
-                    "x_TD": draw.normal(batch, D, source=source, dtype="bf16", scale=1.5),
-                    "expert_ids_TK": i,
-                    "expert_weights_TK": draw.normal(batch, K, source=source)
-                    .softmax(-1)
-                    .bfloat16(),
-                    "weights": layers[n % len(layers)],
-                    "swiglu_alpha": 1.702,
-                    "swiglu_limit": 7.0,
-                    "out_TD": torch.empty(batch, D, dtype=torch.bfloat16, device="cuda"),
-                }
-                for n, i in enumerate(ids)
-            ]
+            calls, hit = _moe_calls(batch, experts, layers)
             wanted = {**calls[0], "out_TD": torch.empty(batch, D, device="cuda")}
-            experts_reference(**wanted)
+            if out.shard is None:
+                experts_reference(**wanted)
             case = cases_module("moe_experts")._case("x", batch, {"D": D})
             tolerance = cases_module("moe_experts").tolerance(case)
-            for shape in moe_shapes(batch, experts, impl, args.quick):
-                line = {"op": f"moe_{model}", "batch": batch, "config": short(shape)}
+            variants = [(cuda, s) for s in cuda_shapes(batch, experts, cuda, is_fp8=is_fp8)]
+            if out.shard is not None:
+                variants = []  # nvcc has compiled; only Triton's kernels need it
+            if not is_fp8:
+                variants += [(gluon, s) for s in gluon_shapes(batch, experts, gluon)]
+            for impl, shape in variants[:3] if args.quick else variants:
+                name = "cuda" if impl is cuda else "gluon"
+                tag = "_fp8" if is_fp8 else ""
+                line = {"op": f"moe_{model}{tag}", "batch": batch}
+                line["config"] = f"{name} {short(shape)}"
                 if out.is_skipped():
                     continue
                 try:
@@ -301,9 +239,11 @@ def bench_moe(args: argparse.Namespace, out: Recorder) -> None:
                     if wrong is not None:
                         out.add(**line, error=f"wrong: {wrong}")
                         continue
-                    us = time_call(lambda i, s=shape, a=calls: impl.launch(s, **a[i]), draws)
+                    us = time_call(
+                        lambda i, s=shape, a=calls, m=impl: m.launch(s, **a[i]), len(calls)
+                    )
                     out.add(**line, us=us, tb_per_s=hit * expert_bytes / us / 1e6, distinct=hit)
-                    if not args.quick:
+                    if impl is cuda:
                         _time_parts(impl, shape, calls, line, out, hit, up_bytes, expert_bytes)
                 except Exception as error:  # noqa: BLE001
                     out.add(**line, error=repr(error)[:300])
@@ -311,34 +251,53 @@ def bench_moe(args: argparse.Namespace, out: Recorder) -> None:
         torch.cuda.empty_cache()
 
 
+def _moe_calls(
+    batch: int, experts: int, layers: list[ExpertWeights]
+) -> tuple[list[dict[str, Any]], float]:
+    """Return calls over different experts of different layers, and how many experts each hits on average."""
+    source = draw.generator("cuda", batch)
+    ids = [draw.routing(batch, experts, K, source=source) for _ in range(8)]
+    calls = [
+        {
+            "x_TD": draw.normal(batch, D, source=source, dtype="bf16", scale=1.5),
+            "expert_ids_TK": i,
+            "expert_weights_TK": draw.normal(batch, K, source=source).softmax(-1).bfloat16(),
+            "weights": layers[n % len(layers)],
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+            "out_TD": torch.empty(batch, D, dtype=torch.bfloat16, device="cuda"),
+        }
+        for n, i in enumerate(ids)
+    ]
+    return calls, statistics.mean(float(i.unique().numel()) for i in ids)
+
+
 def _time_parts(
     impl: Any, shape: Any, calls: list[dict[str, Any]], line: dict[str, Any], out: Recorder,
     hit: float, up_bytes: int, expert_bytes: int,
 ) -> None:  # fmt: skip
-    """Time gate_up and down alone, with the work already listed."""
-    works = [impl.list_work(shape, c["expert_ids_TK"], c["weights"].down.shape[0]) for c in calls]
-    act = torch.randn(works[0].num_pairs, INNER, device="cuda").bfloat16()
-    y = torch.empty(works[0].num_pairs, D, device="cuda")
+    """Time gate_up and down of the CUDA kernel alone, without the fused sum."""
+    num_pairs = calls[0]["expert_ids_TK"].numel()
+    act = torch.randn(num_pairs, INNER, device="cuda").bfloat16()
+    y = torch.empty(num_pairs, D, device="cuda")
 
     def up(i: int) -> None:
-        impl.gate_up(works[i], calls[i]["x_TD"], calls[i]["weights"], act, alpha=1.702, limit=7.0)
+        c = calls[i]
+        impl.gate_up(
+            shape, c["x_TD"], c["expert_ids_TK"], c["weights"], act, None, alpha=1.702, limit=7.0
+        )
 
     def down(i: int) -> None:
         c = calls[i]
-        if shape.is_fused:
-            impl.down_and_sum(works[i], act, c["expert_weights_TK"], c["weights"], c["out_TD"])
-        else:
-            impl.down(works[i], act, c["weights"], y)
+        impl.down(
+            shape, act, c["expert_ids_TK"], c["expert_weights_TK"], c["weights"], y, None,
+            c["out_TD"],
+        )  # fmt: skip
 
-    for name, part, size, tile in (
-        ("up", up, up_bytes, shape.up),
-        ("down", down, expert_bytes - up_bytes, shape.down),
-    ):
+    for name, part, size in (("up", up, up_bytes), ("down", down, expert_bytes - up_bytes)):
         us = time_call(part, len(calls))
-        config = f"mode={shape.mode} tokens={shape.tokens} fused={shape.is_fused} "
-        config += f"pdl={shape.is_dependent} {short(tile)}"
         out.add(
-            op=f"{line['op']}_{name}", batch=line["batch"], config=config, us=us,
+            op=f"{line['op']}_{name}", batch=line["batch"], config=line["config"], us=us,
             tb_per_s=hit * size / us / 1e6,
         )  # fmt: skip
 
@@ -555,6 +514,7 @@ def main() -> int:
     parser.add_argument("--ops", nargs="+", default=list(NAMES), choices=list(NAMES))
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--models", nargs="+", default=list(EXPERTS), choices=list(EXPERTS))
+    parser.add_argument("--weights", nargs="+", default=["mxfp4"], choices=["mxfp4", "fp8_block"])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--no-check", action="store_true")

@@ -1,0 +1,462 @@
+// Experts of small batches on Hopper: weights pass once from memory through shared memory into mma.m16n8k16.
+//
+// A unit is 16 rows of one expert's matrix, which lie together in memory: one bulk copy of codes and one of scales.
+// Units are dealt out to persistent blocks in contiguous runs. In a block, warps share out the columns of each unit;
+// one more warp keeps the ring of stages full, adds up the warps' parts and writes the result. Activations of the
+// expert's tokens stay in shared memory until the run reaches the next expert.
+//
+// Columns inside a product may come in any order, so a lane's 16 bytes of codes are fragments of operand A as they
+// stand, once unpacked; activations are stored to shared memory in the same order.
+#pragma once
+
+#include <type_traits>
+
+#include "decode_ptx.cuh"
+#include "launch.cuh"
+#include "mbarrier.cuh"
+
+namespace rose::moe_decode {
+
+constexpr int kUnitRows = 16;
+constexpr int kParts = 2;             // buffers of partial sums
+constexpr float kCodeScale = 0x1p64f;  // unpacked weights are times 2^-64: room for block scales 2^-69 .. 2^65
+
+struct Call {
+  const int* ids;            // [tokens * chosen]
+  const uint8_t* codes;      // [experts, rows, columns / 2] mxfp4; [experts, rows, columns] fp8
+  const void* scales;        // mxfp4: e8m0 [experts, rows, columns / 32]; fp8: float [experts, rows / 128, columns / 128]
+  const __nv_bfloat16* bias;  // [experts, rows]
+  const __nv_bfloat16* x;     // gate_up: [tokens, columns]; down: [pairs, columns]
+  __nv_bfloat16* act;         // gate_up: [pairs, rows / 2]
+  float* y;                   // down: [pairs, rows]
+  const __nv_bfloat16* weights;  // down with counters: [pairs]
+  __nv_bfloat16* out;            // down with counters: [tokens, rows]
+  int* counters;                 // [rows / 16] of down, zeroed by gate_up; null: y is added up by a later kernel
+  int pairs, chosen, experts, rows, columns, num_counters;
+  float alpha, limit;
+  int stages, x_rows;
+};
+
+// Eight e2m1 codes into pairs (0, 4), (1, 5), (2, 6), (3, 7) of bf16, times `scale`. The magnitude's bits land on the
+// low exponent bits and the first mantissa bit, which is exact also for 0.5 (a subnormal bf16).
+__device__ __forceinline__ void unpack_e2m1(uint32_t w, uint32_t scale, uint32_t (&v)[4]) {
+  constexpr uint32_t kSign = 0x80008000u, kMagnitude = 0x01C001C0u;
+  v[0] = multiply(((w << 12) & kSign) | ((w << 6) & kMagnitude), scale);
+  v[1] = multiply(((w << 8) & kSign) | ((w << 2) & kMagnitude), scale);
+  v[2] = multiply(((w << 4) & kSign) | ((w >> 2) & kMagnitude), scale);
+  v[3] = multiply((w & kSign) | ((w >> 6) & kMagnitude), scale);
+}
+
+// Four e4m3 codes into pairs (0, 2), (1, 3), likewise.
+__device__ __forceinline__ void unpack_e4m3(uint32_t w, uint32_t scale, uint32_t& v0, uint32_t& v1) {
+  constexpr uint32_t kSign = 0x80008000u, kMagnitude = 0x07F007F0u;
+  v0 = multiply(((w << 8) & kSign) | ((w << 4) & kMagnitude), scale);
+  v1 = multiply((w & kSign) | ((w >> 4) & kMagnitude), scale);
+}
+
+// Bytes of one stage and of all shared memory; host and device agree on them.
+struct Layout {
+  int code_bytes, scale_bytes, stage_bytes, x_stride, x, parts, barriers, counts, hits, order, total;
+
+  template <bool kIsFp8, int kWarps, int kTiles>
+  __host__ __device__ static Layout make(const Call& c) {
+    Layout l;
+    l.code_bytes = kUnitRows * c.columns / (kIsFp8 ? 1 : 2);
+    l.scale_bytes = kIsFp8 ? 0 : kUnitRows * c.columns / 32;
+    l.stage_bytes = l.code_bytes + l.scale_bytes;
+    int chunks = c.columns / 8;
+    // Rows of tokens lie 2 (fp8: 1) mod 8 chunks apart, so that eight lanes of two tokens meet different banks.
+    l.x_stride = (chunks + (((kIsFp8 ? 1 : 2) - chunks) & 7)) * 16;
+    l.x = c.stages * l.stage_bytes;
+    l.parts = l.x + c.x_rows * l.x_stride;
+    l.barriers = l.parts + kParts * kWarps * kTiles * 512;
+    l.hits = l.barriers + ((c.stages + 2 * kParts) * 8 + 15) / 16 * 16;
+    int most = (c.pairs < c.experts ? c.pairs : c.experts) + c.pairs / (8 * kTiles) + 1;
+    l.counts = l.hits + most * 16;
+    l.order = l.counts + (c.experts + 1) * 4;
+    l.total = l.order + c.pairs * 4;
+    return l;
+  }
+};
+
+// List the experts that were chosen, a hit for each of up to kTokens of their pairs: {expert, first in order, number}.
+// The pairs of an expert keep their order.
+template <int kTokens, int kThreads>
+__device__ void list_hits(const Call& c, int4* hits, int* counts, uint16_t* order, int* num_hits) {
+  const int tid = threadIdx.x, lane = tid & 31;
+  uint16_t* position = order + c.pairs;
+  if (c.pairs <= 32) {
+    if (tid < 32) {
+      int e = lane < c.pairs ? c.ids[lane] : -1;
+      const bool is_here = e >= 0;
+      const unsigned same = __match_any_sync(~0u, e);
+      const int rank = __popc(same & ((1u << lane) - 1)), n = __popc(same);
+      const bool leads = is_here && rank == 0;
+      int sum_n = leads ? n : 0, sum_v = leads ? (n + kTokens - 1) / kTokens : 0;
+      const int own_n = sum_n, own_v = sum_v;
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) {
+        const int a = __shfl_up_sync(~0u, sum_n, d), b = __shfl_up_sync(~0u, sum_v, d);
+        if (lane >= d) sum_n += a, sum_v += b;
+      }
+      const int start = sum_n - own_n;
+      for (int i = 0; i < own_v; ++i) {
+        hits[sum_v - own_v + i] = make_int4(e, start + i * kTokens, min(kTokens, n - i * kTokens), 0);
+      }
+      const int first = __shfl_sync(~0u, start, __ffs(same) - 1);
+      if (is_here) order[first + rank] = lane;
+      if (lane == 31) *num_hits = sum_v;
+    }
+    __syncthreads();
+    return;
+  }
+  for (int e = tid; e < c.experts; e += kThreads) counts[e] = 0;
+  for (int p = tid; p < c.pairs; p += kThreads) position[p] = c.ids[p];  // -1 becomes 0xFFFF
+  __syncthreads();
+  if (tid < 32) {
+    // Ranks in the order of pairs: all blocks must agree on which pairs share a hit.
+    for (int base = 0; base < c.pairs; base += 32) {
+      const int p = base + lane, e = p < c.pairs ? position[p] : 0xFFFF;
+      const unsigned same = __match_any_sync(~0u, e), below = same & ((1u << lane) - 1);
+      const bool is_here = e != 0xFFFF;
+      const int before = is_here ? counts[e] : 0;
+      __syncwarp();
+      if (is_here) position[p] = before + __popc(below);
+      if (is_here && below == 0) counts[e] = before + __popc(same);
+      __syncwarp();
+    }
+    int before_n = 0, before_v = 0;
+    for (int base = 0; base < c.experts; base += 32) {
+      const int e = base + lane, n = e < c.experts ? counts[e] : 0, v = (n + kTokens - 1) / kTokens;
+      int sum_n = n, sum_v = v;
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) {
+        const int a = __shfl_up_sync(~0u, sum_n, d), b = __shfl_up_sync(~0u, sum_v, d);
+        if (lane >= d) sum_n += a, sum_v += b;
+      }
+      const int start = before_n + sum_n - n;
+      for (int i = 0; i < v; ++i) {
+        hits[before_v + sum_v - v + i] = make_int4(e, start + i * kTokens, min(kTokens, n - i * kTokens), 0);
+      }
+      if (e < c.experts) counts[e] = start;
+      before_n += __shfl_sync(~0u, sum_n, 31);
+      before_v += __shfl_sync(~0u, sum_v, 31);
+    }
+    if (lane == 0) *num_hits = before_v;
+  }
+  __syncthreads();
+  for (int p = tid; p < c.pairs; p += kThreads) {
+    const int e = c.ids[p];
+    if (e >= 0) order[counts[e] + position[p]] = p;
+  }
+  __syncthreads();
+}
+
+// Copy the activations of a hit to shared memory, in the order that products read them.
+template <bool kIsFp8, bool kGateUp, int kThreads>
+__device__ __forceinline__ void load_tokens(const Call& c, const int4& hit, const uint16_t* order, uint8_t* x_shared,
+                                            int x_stride) {
+  const int chunks = c.columns / 8, total = hit.z * chunks;
+  constexpr int kBatch = 4;
+  for (int base = threadIdx.x; base < total; base += kBatch * kThreads) {
+    uint4 v[kBatch];
+    int place[kBatch];
+#pragma unroll
+    for (int u = 0; u < kBatch; ++u) {
+      const int i = base + u * kThreads;
+      if (i < total) {
+        const int row = i / chunks, chunk = i % chunks;
+        const int pair = order[hit.y + row];
+        const size_t source = static_cast<size_t>(kGateUp ? pair / c.chosen : pair) * c.columns + chunk * 8;
+        v[u] = __ldcg(reinterpret_cast<const uint4*>(c.x + source));
+        // mxfp4: a lane's block of 32 columns is 4 chunks; fp8: its 16 columns are 2. Lanes 2 and 3 of a quad read
+        // their chunks the other way round, or they would meet the banks of lanes 0 and 1.
+        const int turned = kIsFp8 ? chunk : chunk ^ ((chunk >> 3) & 1);
+        place[u] = row * x_stride + turned * 16;
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kBatch; ++u) {
+      if (base + u * kThreads < total) {
+        uint4 w;
+        if constexpr (kIsFp8) {
+          // Pairs (0, 2), (1, 3), (4, 6), (5, 7).
+          w.x = __byte_perm(v[u].x, v[u].y, 0x5410), w.y = __byte_perm(v[u].x, v[u].y, 0x7632);
+          w.z = __byte_perm(v[u].z, v[u].w, 0x5410), w.w = __byte_perm(v[u].z, v[u].w, 0x7632);
+        } else {
+          // Pairs (0, 4), (1, 5), (2, 6), (3, 7).
+          w.x = __byte_perm(v[u].x, v[u].z, 0x5410), w.y = __byte_perm(v[u].x, v[u].z, 0x7632);
+          w.z = __byte_perm(v[u].y, v[u].w, 0x5410), w.w = __byte_perm(v[u].y, v[u].w, 0x7632);
+        }
+        *reinterpret_cast<uint4*>(x_shared + place[u]) = w;
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ uint32_t word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+// This warp's share of a unit: 16 rows by kT * 8 tokens. Row g of a product is row 2g of the unit, row g + 8 is row
+// 2g + 1, so that a gate and its up meet in one lane (and rows lie 64 bytes mod 128 apart in shared memory).
+template <bool kIsFp8, int kWarps, int kT>
+__device__ __forceinline__ void multiply_unit(float (&acc)[kT][2][4], const Call& c, const uint8_t* stage, int code_bytes,
+                                              const float* tile_scales, const uint8_t* x_shared, int x_stride,
+                                              int num_tokens) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, warp = threadIdx.x >> 5;
+  // Columns of the product past the last token repeat it; nobody looks at them.
+  const uint8_t* tokens[kT];
+#pragma unroll
+  for (int n = 0; n < kT; ++n) tokens[n] = x_shared + min(n * 8 + g, num_tokens - 1) * x_stride;
+  if constexpr (!kIsFp8) {
+    const int blocks = c.columns / 32, row_bytes = c.columns / 2;
+    const uint8_t* codes = stage + 2 * g * row_bytes;
+    const uint8_t* scales = stage + code_bytes + 2 * g * blocks;
+    const int turn = (t >> 1) & 1;
+    for (int first = 4 * warp; first < blocks; first += 4 * kWarps) {
+      const int block = first + t;
+      const bool is_in = block < blocks;
+      uint4 low = {}, high = {};
+      uint32_t scale_low = 0, scale_high = 0;
+      if (is_in) {
+        low = *reinterpret_cast<const uint4*>(codes + block * 16);
+        high = *reinterpret_cast<const uint4*>(codes + row_bytes + block * 16);
+        scale_low = scales[block];
+        scale_high = scales[blocks + block];
+      }
+      scale_low = (scale_low * 128 + 62 * 128) * 0x10001u;
+      scale_high = (scale_high * 128 + 62 * 128) * 0x10001u;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        uint32_t a[4], b[4];
+        unpack_e2m1(word(low, i), scale_low, a);
+        unpack_e2m1(word(high, i), scale_high, b);
+#pragma unroll
+        for (int n = 0; n < kT; ++n) {
+          uint4 q = {};
+          if (is_in) {
+            q = *reinterpret_cast<const uint4*>(tokens[n] + block * 64 + ((i ^ turn) * 16));
+          }
+          mma(acc[n][0], a[0], b[0], a[1], b[1], q.x, q.y);
+          mma(acc[n][1], a[2], b[2], a[3], b[3], q.z, q.w);
+        }
+      }
+    }
+  } else {
+    const int blocks = c.columns / 16, row_bytes = c.columns;
+    const uint8_t* codes = stage + 2 * g * row_bytes;
+    for (int first = 4 * warp; first < blocks; first += 4 * kWarps) {
+      const int block = first + t;
+      const bool is_in = block < blocks;
+      uint4 low = {}, high = {};
+      uint32_t scale = 0;
+      if (is_in) {
+        low = *reinterpret_cast<const uint4*>(codes + block * 16);
+        high = *reinterpret_cast<const uint4*>(codes + row_bytes + block * 16);
+        // A multiplier is a power of two: its exponent, times 2^56 (2^120 of e4m3 in bf16 bits, less 2^64).
+        scale = ((__float_as_uint(__ldg(tile_scales + (block >> 3))) >> 16) + 56 * 128) * 0x10001u;
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t a[4], b[4];
+        unpack_e4m3(word(low, 2 * half), scale, a[0], a[1]);
+        unpack_e4m3(word(low, 2 * half + 1), scale, a[2], a[3]);
+        unpack_e4m3(word(high, 2 * half), scale, b[0], b[1]);
+        unpack_e4m3(word(high, 2 * half + 1), scale, b[2], b[3]);
+#pragma unroll
+        for (int n = 0; n < kT; ++n) {
+          uint4 q = {};
+          if (is_in) q = *reinterpret_cast<const uint4*>(tokens[n] + block * 32 + half * 16);
+          mma(acc[n][0], a[0], b[0], a[1], b[1], q.x, q.y);
+          mma(acc[n][1], a[2], b[2], a[3], b[3], q.z, q.w);
+        }
+      }
+    }
+  }
+}
+
+// Add up the warps' parts of a unit and write SwiGLU or output rows. Lane (g, t) has rows 2g and 2g + 1 of the unit for
+// tokens 2t and 2t + 1 of each tile.
+template <int kWarps, int kTiles, bool kGateUp>
+__device__ __forceinline__ void finish_unit(const Call& c, const int4& hit, int unit, const float4* parts,
+                                            const uint16_t* order, float bias_even, float bias_odd) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+    if (n * 8 >= hit.z) break;
+    float4 sum = parts[n * 32 + lane];
+#pragma unroll
+    for (int w = 1; w < kWarps; ++w) {
+      const float4 v = parts[(w * kTiles + n) * 32 + lane];
+      sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+    }
+    const float even[2] = {sum.x * kCodeScale + bias_even, sum.y * kCodeScale + bias_even};
+    const float odd[2] = {sum.z * kCodeScale + bias_odd, sum.w * kCodeScale + bias_odd};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int token = n * 8 + 2 * t + i;
+      if (token >= hit.z) continue;
+      const size_t pair = order[hit.y + token];
+      if constexpr (kGateUp) {
+        const float gate = fminf(even[i], c.limit), up = fminf(fmaxf(odd[i], -c.limit), c.limit);
+        const float a = gate / (1.0f + __expf(-c.alpha * gate)) * (up + 1.0f);
+        c.act[pair * (c.rows / 2) + unit * 8 + g] = __float2bfloat16(a);
+      } else {
+        *reinterpret_cast<float2*>(c.y + pair * c.rows + unit * kUnitRows + 2 * g) = make_float2(even[i], odd[i]);
+      }
+    }
+  }
+}
+
+// The last of all hits to finish 16 rows adds up the chosen experts of every token, the first choice first.
+__device__ __forceinline__ void add_up_if_last(const Call& c, int unit, int num_hits) {
+  const int lane = threadIdx.x & 31;
+  __threadfence();
+  __syncwarp();
+  int seen = 0;
+  if (lane == 0) seen = atomicAdd(c.counters + unit, 1);
+  if (__shfl_sync(~0u, seen, 0) != num_hits - 1) return;
+  __threadfence();
+  const int tokens = c.pairs / c.chosen;
+  for (int i = lane; i < tokens * kUnitRows; i += 32) {
+    const int token = i / kUnitRows, row = unit * kUnitRows + i % kUnitRows;
+    float total = 0.0f;
+    for (int k = 0; k < c.chosen; ++k) {
+      const int pair = token * c.chosen + k;
+      if (c.ids[pair] >= 0) {
+        total += __bfloat162float(c.weights[pair]) * __ldcg(c.y + static_cast<size_t>(pair) * c.rows + row);
+      }
+    }
+    c.out[static_cast<size_t>(token) * c.rows + row] = __float2bfloat16(total);
+  }
+}
+
+// Grid: any number of blocks that are resident at once. kWarps products warps and one more.
+template <bool kIsFp8, bool kGateUp, int kWarps, int kTiles>
+__global__ void __launch_bounds__(kWarps * 32 + 32, kWarps == 8 ? 2 : 1) stream_kernel(const Call c) {
+  constexpr int kThreads = kWarps * 32 + 32;
+  extern __shared__ __align__(128) uint8_t shared[];
+  const Layout l = Layout::make<kIsFp8, kWarps, kTiles>(c);
+  int4* hits = reinterpret_cast<int4*>(shared + l.hits);
+  uint16_t* order = reinterpret_cast<uint16_t*>(shared + l.order);
+  const uint32_t full = shared_address(shared + l.barriers);
+  const uint32_t part_full = full + 8 * c.stages, part_empty = part_full + 8 * kParts;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < c.stages; ++s) mbarrier_init(full + 8 * s, 1);
+    for (int s = 0; s < kParts; ++s) mbarrier_init(part_full + 8 * s, kWarps), mbarrier_init(part_empty + 8 * s, 1);
+    mbarrier_init_fence();
+  }
+  if constexpr (kGateUp) {
+    wait_for_kernel_before();
+    // HAZARD: down reads ids before it waits for this kernel. It may: it starts after this line, so the router is done.
+    let_next_kernel_start();
+    if (c.counters != nullptr && blockIdx.x == 0) {
+      for (int i = threadIdx.x; i < c.num_counters; i += kThreads) c.counters[i] = 0;
+    }
+  }
+  int* counts = reinterpret_cast<int*>(shared + l.counts);
+  list_hits<8 * kTiles, kThreads>(c, hits, counts, order, counts + c.experts);
+  const int num_hits = counts[c.experts], units = c.rows / kUnitRows, total = num_hits * units;
+  const int begin = static_cast<int64_t>(total) * blockIdx.x / gridDim.x;
+  const int end = static_cast<int64_t>(total) * (blockIdx.x + 1) / gridDim.x;
+
+  if (warp == kWarps) {
+    auto issue = [&](int item, int stage) {
+      const int hit = item / units, unit = item - hit * units;
+      const size_t row = static_cast<size_t>(hits[hit].x) * c.rows + unit * kUnitRows;
+      const uint32_t target = shared_address(shared + stage * l.stage_bytes), barrier = full + 8 * stage;
+      mbarrier_arrive_expect(barrier, l.stage_bytes);
+      bulk_load(target, c.codes + row * (l.code_bytes / kUnitRows), l.code_bytes, barrier);
+      if constexpr (!kIsFp8) {
+        bulk_load(target + l.code_bytes, static_cast<const uint8_t*>(c.scales) + row * (c.columns / 32), l.scale_bytes,
+                  barrier);
+      }
+    };
+    if (lane == 0) {
+      for (int s = 0; s < c.stages && begin + s < end; ++s) issue(begin + s, s);
+    }
+    if constexpr (!kGateUp) {
+      wait_for_kernel_before();
+      let_next_kernel_start();
+    }
+    int hit = begin / units, unit = begin - hit * units, stage = 0;
+    for (int item = begin, k = 0; item < end; ++item, ++k) {
+      const int4 h = hits[hit];
+      const uint32_t bias = *reinterpret_cast<const uint32_t*>(c.bias + static_cast<size_t>(h.x) * c.rows +
+                                                               unit * kUnitRows + 2 * (lane >> 2));
+      const int buffer = k % kParts;
+      mbarrier_wait(part_full + 8 * buffer, (k / kParts) & 1);
+      if (lane == 0 && item + c.stages < end) issue(item + c.stages, stage);
+      __syncwarp();
+      const float4* parts = reinterpret_cast<const float4*>(shared + l.parts) + buffer * kWarps * kTiles * 32;
+      finish_unit<kWarps, kTiles, kGateUp>(c, h, unit, parts, order, __uint_as_float(bias << 16),
+                                           __uint_as_float(bias & 0xFFFF0000u));
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(part_empty + 8 * buffer);
+      if constexpr (!kGateUp) {
+        if (c.counters != nullptr) add_up_if_last(c, unit, num_hits);
+      }
+      if (++stage == c.stages) stage = 0;
+      if (++unit == units) unit = 0, ++hit;
+    }
+    if constexpr (!kGateUp) {
+      if (c.counters != nullptr && num_hits == 0) {
+        const int tokens = c.pairs / c.chosen;
+        for (int i = blockIdx.x * 32 + lane; i < tokens * c.rows; i += gridDim.x * 32) c.out[i] = __float2bfloat16(0.0f);
+      }
+    }
+  } else {
+    if constexpr (!kGateUp) {
+      wait_for_kernel_before();
+      let_next_kernel_start();
+    }
+    int hit = begin / units, unit = begin - hit * units, stage = 0, loaded = -1;
+    uint32_t stage_parity = 0;
+    for (int item = begin, k = 0; item < end; ++item, ++k) {
+      const int4 h = hits[hit];
+      if (hit != loaded) {
+        if (loaded >= 0) named_sync(1, kWarps * 32);
+        load_tokens<kIsFp8, kGateUp, kWarps * 32>(c, h, order, shared + l.x, l.x_stride);
+        named_sync(1, kWarps * 32);
+        loaded = hit;
+      }
+      const float* tile_scales = nullptr;
+      if constexpr (kIsFp8) {
+        const int scale_rows = (c.rows + 127) / 128, scale_columns = (c.columns + 127) / 128;
+        tile_scales = static_cast<const float*>(c.scales) +
+                      (static_cast<size_t>(h.x) * scale_rows + unit * kUnitRows / 128) * scale_columns;
+      }
+      mbarrier_wait(full + 8 * stage, stage_parity);
+      const uint8_t* source = shared + stage * l.stage_bytes;
+      const int buffer = k % kParts;
+      float4* parts = reinterpret_cast<float4*>(shared + l.parts) + (buffer * kWarps + warp) * kTiles * 32 + lane;
+      auto run = [&](auto tiles) {
+        constexpr int kT = decltype(tiles)::value;
+        float acc[kT][2][4] = {};
+        multiply_unit<kIsFp8, kWarps, kT>(acc, c, source, l.code_bytes, tile_scales, shared + l.x, l.x_stride, h.z);
+        mbarrier_wait(part_empty + 8 * buffer, ((k / kParts) & 1) ^ 1);
+#pragma unroll
+        for (int n = 0; n < kT; ++n) {
+          parts[n * 32] = make_float4(acc[n][0][0] + acc[n][1][0], acc[n][0][1] + acc[n][1][1],
+                                      acc[n][0][2] + acc[n][1][2], acc[n][0][3] + acc[n][1][3]);
+        }
+      };
+      if constexpr (kTiles == 1) {
+        run(std::integral_constant<int, 1>{});
+      } else {
+        if (h.z <= 8) {
+          run(std::integral_constant<int, 1>{});
+        } else {
+          run(std::integral_constant<int, kTiles>{});
+        }
+      }
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(part_full + 8 * buffer);
+      if (++stage == c.stages) stage = 0, stage_parity ^= 1;
+      if (++unit == units) unit = 0, ++hit;
+    }
+  }
+}
+
+}  // namespace rose::moe_decode

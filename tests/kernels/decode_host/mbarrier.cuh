@@ -1,0 +1,56 @@
+// Barriers of sm_90 on a CPU, addressed by their offset in the block's shared memory.
+#pragma once
+
+#include <map>
+
+#include "launch.cuh"
+
+namespace rose::moe_decode {
+extern uint8_t shared[];
+}
+
+namespace rose {
+
+struct Barrier {
+  int wanted = 0, arrived = 0, phase = 0;
+  int64_t pending_bytes = 0;
+};
+inline std::mutex barrier_mutex;
+inline std::map<uint32_t, Barrier> barriers;
+
+inline uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(static_cast<const uint8_t*>(p) - moe_decode::shared);
+}
+inline void settle(Barrier& b) {
+  if (b.arrived == b.wanted && b.pending_bytes == 0) b.arrived = 0, ++b.phase;
+}
+inline void mbarrier_init(uint32_t address, uint32_t arrivals) {
+  if (address % 8) std::abort();
+  std::lock_guard lock(barrier_mutex);
+  barriers[address] = Barrier{static_cast<int>(arrivals)};
+}
+inline void mbarrier_init_fence() {}
+inline void mbarrier_arrive(uint32_t address) {
+  std::lock_guard lock(barrier_mutex);
+  Barrier& b = barriers.at(address);
+  ++b.arrived;
+  settle(b);
+}
+inline void mbarrier_arrive_expect(uint32_t address, uint32_t bytes) {
+  std::lock_guard lock(barrier_mutex);
+  Barrier& b = barriers.at(address);
+  ++b.arrived;
+  b.pending_bytes += bytes;
+}
+inline void mbarrier_wait(uint32_t address, uint32_t parity) {
+  for (;;) {
+    {
+      std::lock_guard lock(barrier_mutex);
+      if ((barriers.at(address).phase & 1) != static_cast<int>(parity)) return;
+    }
+    std::this_thread::yield();
+  }
+}
+inline void named_sync(uint32_t, uint32_t) { block->named->arrive_and_wait(); }
+
+}  // namespace rose
