@@ -117,7 +117,7 @@ def short(shape: Any) -> str:
 DECODE = {
     "moe_experts": ("cuda_decode", "gluon_decode"),
     "gemm": ("gluon_decode", "triton", "torch_cublas"),
-    "moe_route": ("triton",),
+    "moe_route": ("cuda_decode", "triton"),
     "sample": ("triton",),
 }
 """The implementations checked and timed here; others have scripts of their own."""
