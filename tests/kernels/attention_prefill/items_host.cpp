@@ -1,8 +1,9 @@
-// The index arithmetic of the CUDA kernel (items.cuh), compiled for the host and called by test_items.py.
+// Plain C++ of the CUDA kernel (items.cuh, kept.cuh), compiled for the host and called by test_items.py.
 #define __host__
 #define __device__
 #define __align__(n) alignas(n)
 #include "items.cuh"
+#include "kept.cuh"
 
 #include <vector>
 
@@ -51,4 +52,21 @@ extern "C" int list_window_items(int num_sequences, const int* starts, const int
     reinterpret_cast<WindowItem*>(out)[index] = find_window_item(tables, num_sequences, num_groups, window, index);
   }
   return num_items;
+}
+
+// Look `count` keys of 4 numbers up in turn; encoding makes the sum of a key's numbers, or fails where heads is 9. Write
+// what was found (-1: an error); return how many were encoded.
+extern "C" int find_maps(int count, const uint64_t* keys, int64_t* found) {
+  KeptMaps<int64_t> kept;
+  int num_encoded = 0;
+  for (int i = 0; i < count; ++i, keys += 4) {
+    const MapKey key{reinterpret_cast<const void*>(keys[0]), keys[1], keys[2], keys[3]};
+    const int error = kept.find(key, &found[i], [&](int64_t* map) {
+      ++num_encoded;
+      *map = keys[0] + keys[1] + keys[2] + keys[3];
+      return int(keys[1] == 9);
+    });
+    if (error) found[i] = -1;
+  }
+  return num_encoded;
 }

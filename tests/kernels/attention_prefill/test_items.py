@@ -149,3 +149,31 @@ def test_window_items_do_every_row_once_and_hold_what_it_sees(host, name, window
         assert (lowest >= item["first_key"]).all()
         assert (positions < item["first_key"] + 192).all()
     assert (done == 1).all()
+
+
+def find_maps(host, keys: list[tuple[int, int, int, int]]) -> tuple[int, list[int]]:
+    rows, found = np.array(keys, dtype=np.uint64), np.zeros(len(keys), dtype=np.int64)
+    encoded = host.find_maps(len(keys), pointer(rows), pointer(found))
+    return encoded, found.tolist()
+
+
+def test_kept_map_is_that_of_the_whole_key(host) -> None:
+    """A tensor of another shape may lie where one lay before."""
+    keys = [(1 << 20, 64, 100, 128), (1 << 20, 0, 100, 128), (1 << 20, 64, 101, 128)]
+    keys += [(1 << 20, 64, 100, 256), (1 << 20, 64, 100, 128)]
+    encoded, found = find_maps(host, keys)
+    assert found == [sum(key) for key in keys]
+    assert encoded == len(keys)
+
+
+def test_layers_keep_their_maps_from_step_to_step(host) -> None:
+    """48 tensors some MB apart take turns; a few may share a slot."""
+    keys = [((7 << 32) + (i * 33 << 20), 8, 4096, 128) for i in range(48)]
+    encoded, found = find_maps(host, keys * 10)
+    assert found == [sum(key) for key in keys] * 10
+    assert encoded < len(keys) * 5
+
+
+def test_failed_encoding_is_not_kept(host) -> None:
+    good, bad = (1 << 20, 8, 5, 128), (1 << 20, 9, 5, 128)
+    assert find_maps(host, [good, bad, bad, good]) == (4, [sum(good), -1, -1, sum(good)])

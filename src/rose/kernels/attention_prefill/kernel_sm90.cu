@@ -7,6 +7,7 @@
 // newest to the oldest, so that the causal mask is met first. The sink is where the running softmax starts: the
 // maximum begins at its logit and the sum at one.
 #include "items.cuh"
+#include "kept.cuh"
 #include "launch.cuh"
 #include "mbarrier.cuh"
 #include "profile.cuh"
@@ -833,6 +834,25 @@ struct Call {
   float scale;
 };
 
+static cudaError_t find_maps(const Call& c, Maps* maps) {
+  static thread_local KeptMaps<CUtensorMap> kept;
+  const uint64_t heads = c.num_heads, rows = uint64_t(c.num_pages) * 2 * c.num_groups * c.page_tokens;
+  const uint64_t q_stride = uint64_t(c.q_stride) * 2;
+  const int error = kept.find({c.q, heads, uint64_t(c.num_tokens), q_stride}, &maps->q, [&](CUtensorMap* map) {
+    const uint64_t sizes[] = {kHeadDim, heads, uint64_t(c.num_tokens)}, strides[] = {kRowBytes, q_stride};
+    const uint32_t box[] = {kHeadDim, 1, kRows};
+    return encode_tensor_map(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, c.q, sizes, strides, box,
+                             CU_TENSOR_MAP_SWIZZLE_128B);
+  });
+  if (error != cudaSuccess) return cudaError_t(error);
+  return cudaError_t(kept.find({c.kv, 0, rows, kRowBytes}, &maps->kv, [&](CUtensorMap* map) {
+    const uint64_t sizes[] = {kHeadDim, rows}, strides[] = {kRowBytes};
+    const uint32_t box[] = {kHeadDim, kRows};
+    return encode_tensor_map(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, c.kv, sizes, strides, box,
+                             CU_TENSOR_MAP_SWIZZLE_128B);
+  }));
+}
+
 extern "C" int launch_attention_prefill(const Call* call) {
   const Call& c = *call;
   if (c.num_tokens == 0) return cudaSuccess;
@@ -840,17 +860,7 @@ extern "C" int launch_attention_prefill(const Call* call) {
     return cudaErrorInvalidValue;
   }
   Maps maps;
-  const uint64_t q_sizes[] = {kHeadDim, uint64_t(c.num_heads), uint64_t(c.num_tokens)};
-  const uint64_t q_strides[] = {kRowBytes, uint64_t(c.q_stride) * 2};
-  const uint32_t q_box[] = {kHeadDim, 1, kRows};
-  cudaError_t error = encode_tensor_map(&maps.q, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, c.q, q_sizes, q_strides, q_box,
-                                        CU_TENSOR_MAP_SWIZZLE_128B);
-  if (error != cudaSuccess) return error;
-  const uint64_t kv_sizes[] = {kHeadDim, uint64_t(c.num_pages) * 2 * c.num_groups * c.page_tokens};
-  const uint64_t kv_strides[] = {kRowBytes};
-  const uint32_t kv_box[] = {kHeadDim, kRows};
-  error = encode_tensor_map(&maps.kv, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, c.kv, kv_sizes, kv_strides, kv_box,
-                            CU_TENSOR_MAP_SWIZZLE_128B);
+  const cudaError_t error = find_maps(c, &maps);
   if (error != cudaSuccess) return error;
 
   // Without a window, walk only so many kv heads at a time as leave half of a 50 MB L2 to each of its halves.
