@@ -1,46 +1,37 @@
-"""Imports go downwards only, and the parts that promise to run without torch do."""
+"""Imports go downwards only, as the table of docs/architecture.md says, and what promises to run without torch does."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[2] / "src" / "rose"
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "rose"
+OPERATIONS = {p.parent.name for p in SOURCE.glob("kernels/*/contract.py")}
+MODELS = {p.parent.name for p in SOURCE.glob("models/*/config.py")}
+EVERYTHING = "everything"
+NO_CODE = {"assets"}
 
-# Package -> rose packages it may import; a dotted entry allows that module alone.
-# docs/architecture.md has the same table in words.
-ALLOWED: dict[str, set[str]] = {
-    "utils": set(),
-    "config": {"utils"},
-    "protocol": {"utils"},
-    "frontend": {"protocol", "utils"},
-    "kernels": {"utils"},
-    "quant": {"kernels", "config", "utils"},
-    "parallel": {"kernels", "config", "utils"},
-    "weights": {"quant", "parallel", "kernels", "config", "utils"},
-    "layers": {"kernels", "quant", "parallel", "weights", "config", "utils"},
-    "models": {"layers", "weights", "quant", "parallel", "kernels", "config", "utils"},
-    "cache": {"layers.context", "kernels", "config", "utils"},
-    "sampling": {"kernels", "protocol", "config", "utils"},
-    "runtime": {
-        *("models", "layers", "cache", "sampling", "parallel", "weights", "quant", "kernels"),
-        *("protocol", "config", "utils"),
-    },
-    "decoders": {"runtime", "sampling", "cache", "models", "protocol", "config", "utils"},
-    "engine": {"decoders", "runtime.plan", "cache", "sampling", "protocol", "config", "utils"},
-    "server": {
-        *("engine", "decoders", "runtime", "models", "weights", "layers", "parallel", "cache"),
-        *("sampling", "quant", "kernels", "protocol", "config", "utils"),
-    },
-    "disagg": {"server", "engine", "decoders", "runtime", "cache", "protocol", "config", "utils"},
-}
-# Above everything: the command line, the measuring tools, files that are no code.
-FREE = {"cli", "bench", "assets"}
-NEVER_TORCH = ("frontend", "config", "protocol")
+
+def _table() -> dict[str, tuple[set[str], set[str]]]:
+    """Return, per package of the page, what of rose it may import and what libraries never."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    table = {}
+    for line in page.partition("## Who may import whom")[2].partition("\n## ")[0].splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(cells) != 3 or cells[0] == "package" or cells[0].startswith("-"):
+            continue
+        allowed, never = (set(re.findall(r"`([\w.]+)`", cell)) for cell in cells[1:])
+        table[cells[0]] = ({EVERYTHING} if cells[1].startswith(EVERYTHING) else allowed, never)
+    return table
+
+
+TABLE = _table()
 
 
 def _imports(path: Path) -> list[str]:
@@ -72,34 +63,41 @@ def _package(path: Path) -> str:
 
 def _is_allowed(importer: str, imported: str) -> bool:
     parts = imported.split(".")[1:]
-    if not parts or parts[0] == importer:
+    allowed, _ = TABLE[importer]
+    if not parts or parts[0] == importer or EVERYTHING in allowed:
         return True
-    allowed = ALLOWED[importer]
     return any(".".join(parts[:depth]) in allowed for depth in range(1, len(parts) + 1))
 
 
-def test_every_package_is_in_the_table():
-    packages = {_package(path) for path in _files()} - {""}
-    assert packages <= set(ALLOWED) | FREE
+def _rose_imports() -> list[tuple[Path, str]]:
+    return [
+        (path.relative_to(SOURCE), name)
+        for path in _files()
+        if _package(path)
+        for name in _imports(path)
+        if name.split(".")[0] == "rose"
+    ]
+
+
+def test_the_table_has_exactly_the_packages_that_exist():
+    assert set(TABLE) == {_package(path) for path in _files()} - {""} - NO_CODE
 
 
 def test_the_table_has_no_cycle():
     def reach(package: str, seen: tuple[str, ...]) -> None:
         assert package not in seen, f"cycle: {' -> '.join((*seen, package))}"
-        for name in ALLOWED[package]:
+        for name in TABLE[package][0] - {EVERYTHING}:
             reach(name.split(".")[0], (*seen, package))
 
-    for package in ALLOWED:
+    for package in TABLE:
         reach(package, ())
 
 
 def test_imports_go_downwards_only():
     upward = [
-        f"{path.relative_to(SOURCE)} imports {name}"
-        for path in _files()
-        if _package(path) not in FREE | {""}
-        for name in _imports(path)
-        if name.split(".")[0] == "rose" and not _is_allowed(_package(path), name)
+        f"{path} imports {name}"
+        for path, name in _rose_imports()
+        if not _is_allowed(path.parts[0], name)
     ]
     assert not upward, "\n".join(upward)
 
@@ -108,17 +106,66 @@ def test_an_upward_import_would_be_found(tmp_path):
     source = tmp_path / "bad.py"
     source.write_text("from rose.engine import engine\nimport rose.utils.math\n")
     assert [_is_allowed("protocol", name) for name in _imports(source)] == [True, False]
+    assert not _is_allowed("bench", "rose.server.main.run")
+    assert not _is_allowed("engine", "rose.runtime.runner.ModelRunner")
 
 
-def test_packages_without_torch_never_name_it():
+def _crosses(path: Path, name: str, package: str, folders: set[str]) -> bool:
+    """Tell whether a file in one folder of a package imports out of a folder beside it."""
+    if path.parts[0] != package or path.parts[1] not in folders:
+        return False
+    parts = [*name.split("."), "", "", ""]
+    return parts[1] == package and parts[2] in folders - {path.parts[1]}
+
+
+def test_operations_share_nothing_but_references():
+    crossing = [
+        f"{path} imports {name}"
+        for path, name in _rose_imports()
+        if _crosses(path, name, "kernels", OPERATIONS)
+        and not (path.name == "reference.py" and name.split(".")[3] == "reference")
+    ]
+    assert not crossing, "\n".join(crossing)
+
+
+def test_models_share_nothing():
+    crossing = [
+        f"{path} imports {name}"
+        for path, name in _rose_imports()
+        if _crosses(path, name, "models", MODELS)
+    ]
+    assert not crossing, "\n".join(crossing)
+
+
+def test_a_crossing_would_be_found():
+    path = Path("kernels/gemm/triton_impl.py")
+    assert _crosses(path, "rose.kernels.moe_route.reference.reference", "kernels", OPERATIONS)
+    assert not _crosses(path, "rose.kernels.gemm.reference.reference", "kernels", OPERATIONS)
+    assert not _crosses(path, "rose.kernels.registry.register", "kernels", OPERATIONS)
+
+
+@pytest.mark.parametrize("package", sorted(TABLE))
+def test_no_file_names_a_library_its_package_does_without(package):
+    _, never = TABLE[package]
+    is_late_allowed = EVERYTHING in TABLE[package][0]  # inside command bodies
     wrong = [
         f"{path.relative_to(SOURCE)} imports {name}"
         for path in _files()
-        if _package(path) in NEVER_TORCH
-        for name in _imports(path)
-        if name.split(".")[0] in ("torch", "transformers", "triton", "numpy")
+        if _package(path) == package
+        for name in (_imports_at_import(path) if is_late_allowed else _imports(path))
+        if name.split(".")[0] in never
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def _imports_at_import(path: Path) -> list[str]:
+    body = ast.parse(path.read_text()).body
+    nodes = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
+    return [
+        alias.name if isinstance(node, ast.Import) else f"{node.module}.{alias.name}"
+        for node in nodes
+        for alias in node.names
+    ]
 
 
 def _modules(*packages: str) -> list[str]:
@@ -132,10 +179,9 @@ def _modules(*packages: str) -> list[str]:
 
 
 @pytest.mark.parametrize("missing", ["torch", "transformers"])
-def test_frontend_config_protocol_and_scheduler_import_without(missing):
-    modules = _modules("frontend", "config", "protocol")
+def test_frontend_config_protocol_commands_and_scheduler_import_without(missing):
+    modules = _modules("frontend", "config", "protocol", "cli")
     modules += ["rose.engine.scheduler", "rose.server.scripted", "rose.server.launch"]
-    modules += ["rose.cli.serve", "rose.cli.chat", "rose.cli.env", "rose.cli.scripts"]
     # None in sys.modules makes every `import torch` raise, as on a machine without it.
     program = f"import sys\nsys.modules[{missing!r}] = None\nimport " + ", ".join(modules)
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
