@@ -203,6 +203,20 @@ def kernels(operations: tuple[str, ...], **options: Any) -> int:
 
 
 @bench.command()
+@_number("--tokens", 4096, "Tokens of the prompt.")
+@_number("--decoded", 32, "Of them, how many are decoded one by one in the second run.")
+@click.option("--seed", default=0, show_default=True, help="Of the prompt.")
+@_engine
+def accuracy(tokens: int, decoded: int, seed: int, **options: Any) -> None:
+    """Errors of the logits against the float32 reference; keep few --layers, the reference expands all weights."""
+    from rose.bench.accuracy import run_accuracy
+
+    line = run_accuracy(tokens=tokens, decoded=decoded, seed=seed, **options)
+    for name, error in line["relative_error_of_logits"].items():
+        click.echo(f"{name:28} {error:.3e}")
+
+
+@bench.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--out", type=PATH, help="Write here; default: standard output.")
 @click.option("--charts", type=FOLDER, help="Draw charts into this folder (needs matplotlib).")

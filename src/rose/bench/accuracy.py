@@ -1,0 +1,237 @@
+"""The model, with the kernels that serve, against the float32 reference at real shapes and few layers.
+
+Four runs of the same weights and tokens: the reference in float32, the reference in bf16 (what plain PyTorch loses),
+the reference in float32 with the experts' inputs rounded as the bound prefill kernel rounds them, and our model.
+Compared are the logits of every position after one prefill, and those of the last tokens decoded one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rose.bench.build import setup
+from rose.bench.record import Origin, append
+from rose.kernels.formats import FormattedTensor
+from rose.kernels.quantize_activation.reference import rounded
+from rose.kernels.registry import implementations
+from rose.layers.build import LayerBuild
+from rose.layers.own_pages import OwnPages
+from rose.models.gpt_oss import reference
+from rose.models.gpt_oss.config import GptOssConfig
+from rose.models.gpt_oss.model import GptOss
+from rose.models.gpt_oss.parameters import GptOssParameters
+from rose.models.gpt_oss.synthetic import synthetic_parameters
+
+
+def weights_of(parameters: GptOssParameters, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return a parameter tree in the reference's names, expanded to plain numbers."""
+
+    def number(tensor: Tensor | FormattedTensor | None) -> Tensor:
+        assert tensor is not None
+        return (tensor.to_float() if isinstance(tensor, FormattedTensor) else tensor).to(dtype)
+
+    named: dict[str, Any] = {
+        "embedding.weight": parameters.embedding_VD,
+        "norm.scale": parameters.final_norm_D,
+        "unembedding.weight": parameters.head.matrix,
+    }
+    for n, layer in enumerate(parameters.layers):
+        at = f"block.{n}."
+        named |= {
+            at + "attn.norm.scale": layer.attention_norm_D,
+            at + "attn.qkv.weight": layer.qkv.matrix,
+            at + "attn.qkv.bias": layer.qkv.bias_N,
+            at + "attn.sinks": layer.sinks_H,
+            at + "attn.out.weight": layer.out.matrix,
+            at + "attn.out.bias": layer.out.bias_N,
+            at + "mlp.norm.scale": layer.expert_norm_D,
+            at + "mlp.gate.weight": layer.router.matrix,
+            at + "mlp.gate.bias": layer.router.bias_N,
+            at + "mlp.mlp1_weight": layer.experts.gate_up,
+            at + "mlp.mlp1_bias": layer.experts.gate_up_bias_EF,
+            at + "mlp.mlp2_weight": layer.experts.down,
+            at + "mlp.mlp2_bias": layer.experts.down_bias_ED,
+        }
+    return {name: number(tensor) for name, tensor in named.items()}
+
+
+def reference_config(config: GptOssConfig) -> reference.ReferenceConfig:
+    """Return the same numbers for the reference; its layers alternate as the published ones do."""
+    window = config.window_tokens[0]
+    assert window is not None, "layer 0 of gpt-oss sees a window"
+    return reference.ReferenceConfig(
+        num_layers=config.num_layers,
+        num_q_heads=config.num_q_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        experts_per_token=config.experts_per_token,
+        window_tokens=window,
+    )
+
+
+@contextmanager
+def rounded_experts(formats: tuple[str, str]) -> Iterator[None]:
+    """Make the reference round what enters each of the experts' two products, inside the block."""
+    plain = reference.expert_block
+
+    def expert_block(
+        x_TD: Tensor, w: dict[str, Tensor], config: reference.ReferenceConfig
+    ) -> tuple[Tensor, Tensor]:
+        h_TD = reference.rms_norm(x_TD, w["mlp.norm.scale"], config.rms_norm_eps)
+        logits_TE = h_TD @ w["mlp.gate.weight"].T + w["mlp.gate.bias"]
+        experts_TK, weights_TK = reference.route(logits_TE, config.experts_per_token)
+        out_TD, inner_TD = torch.zeros_like(h_TD), rounded(h_TD.float(), formats[0])
+        for e in range(logits_TE.shape[1]):
+            token, k = torch.where(experts_TK == e)
+            u = inner_TD[token] @ w["mlp.mlp1_weight"][e].T + w["mlp.mlp1_bias"][e]
+            a = reference.swiglu(u, config.swiglu_alpha, config.swiglu_limit)
+            y = rounded(a, formats[1]) @ w["mlp.mlp2_weight"][e].T + w["mlp.mlp2_bias"][e]
+            out_TD.index_add_(0, token, weights_TK[token, k, None] * y)
+        return out_TD, experts_TK
+
+    reference.expert_block = expert_block
+    try:
+        yield
+    finally:
+        reference.expert_block = plain
+
+
+@torch.inference_mode()
+def our_logits(model: GptOss, token_ids_T: Tensor, *, num_decoded: int) -> tuple[Tensor, Tensor]:
+    """Return float32 logits [T, V] of one prefill, and [num_decoded, V] of the last tokens decoded singly."""
+    device = token_ids_T.device
+    num_tokens = len(token_ids_T)
+
+    def pages() -> OwnPages:
+        return OwnPages(
+            model.config,
+            num_sequences=1,
+            max_tokens=num_tokens,
+            page_tokens=model.page_tokens,
+            dtype=model.kv_dtype,
+            device=device,
+        )
+
+    hidden_TD = model.forward(token_ids_T, pages().step(prefill=[(0, num_tokens)]))
+    prefilled = torch.cat([model.logits(part_TD) for part_TD in hidden_TD.split(256)])
+    own, first = pages(), num_tokens - num_decoded
+    model.forward(token_ids_T[:first], own.step(prefill=[(0, first)]))
+    decoded = [
+        model.logits(model.forward(token_ids_T[i : i + 1], own.step(decode=[0])))
+        for i in range(first, num_tokens)
+    ]
+    return prefilled, torch.cat(decoded)
+
+
+def relative(found_TV: Tensor, wanted_TV: Tensor) -> float:
+    """Return ||found - wanted|| / ||wanted||, summed in float64 row by row."""
+    rows = zip(found_TV.split(256), wanted_TV.split(256), strict=True)
+    squares = [
+        ((a.float() - b).double().square().sum(), b.double().square().sum()) for a, b in rows
+    ]
+    over, under = (sum(s[i] for s in squares) for i in (0, 1))
+    return float((over / under).sqrt())
+
+
+@torch.inference_mode()
+def measure(
+    model: GptOss,
+    parameters: GptOssParameters,
+    *,
+    num_tokens: int,
+    num_decoded: int,
+    rounding: tuple[str, str] | None,
+    seed: int,
+) -> dict[str, float]:
+    """Return relative errors of the logits by name; `rounding`: formats of the prefill experts' inputs."""
+    device = parameters.embedding_VD.device
+    config = model.config
+    source = torch.Generator(device).manual_seed(seed)
+    token_ids_T = torch.randint(config.vocab_size, (num_tokens,), generator=source, device=device)
+    names = reference_config(config)
+    is_tf32 = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False  # the reference is float32 in earnest
+    try:
+        with torch.device(device):
+            exact = weights_of(parameters, torch.float32)
+            wanted_TV = reference.forward(names, exact, token_ids_T)
+            errors = {}
+            rounded_TV = None
+            if rounding is not None:
+                with rounded_experts(rounding):
+                    rounded_TV = reference.forward(names, exact, token_ids_T)
+                errors["reference_rounded"] = relative(rounded_TV, wanted_TV)
+            del exact
+            in_bf16 = weights_of(parameters, torch.bfloat16)
+            bf16_TV = reference.forward(names, in_bf16, token_ids_T)
+            errors["pytorch_bf16"] = relative(bf16_TV, wanted_TV)
+            errors["pytorch_bf16_last_tokens"] = relative(
+                bf16_TV[-num_decoded:], wanted_TV[-num_decoded:]
+            )
+            del in_bf16, bf16_TV
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = is_tf32
+    prefilled_TV, decoded_TV = our_logits(model, token_ids_T, num_decoded=num_decoded)
+    errors["prefill"] = relative(prefilled_TV, wanted_TV)
+    if rounded_TV is not None:
+        errors["prefill_against_rounded"] = relative(prefilled_TV, rounded_TV)
+    errors["decode_after_prefill"] = relative(decoded_TV, wanted_TV[-num_decoded:])
+    return errors
+
+
+def prefill_rounding(model: GptOss) -> tuple[str, str] | None:
+    """Return the formats to which the bound prefill experts round their inputs; None where they round nothing."""
+    for operation, regime, name in model.kernel_table():
+        if operation == "moe_experts" and regime.startswith("prefill"):
+            found = {i.name: i for i in implementations(operation)}[name].activation_rounding
+            return (found[0], found[1]) if found else None
+    return None
+
+
+def run_accuracy(
+    *, tokens: int, decoded: int, seed: int, path: Path | None, commit: str | None, **options: Any
+) -> dict[str, Any]:
+    """Measure at the first layers of a size, append the line, return it."""
+    bench = setup(**options)
+    parameters = synthetic_parameters(
+        bench.model_config, bench.config.quant, device=bench.device.kind, seed=bench.seed
+    )
+    model = GptOss(
+        bench.model_config,
+        parameters,
+        build=LayerBuild(
+            quant=bench.config.quant, device=bench.device, kernels=bench.config.kernels
+        ),
+        page_tokens=bench.config.cache.page_tokens,
+        num_positions=tokens,
+    )
+    errors = measure(
+        model,
+        parameters,
+        num_tokens=tokens,
+        num_decoded=decoded,
+        rounding=prefill_rounding(model),
+        seed=seed,
+    )
+    table = model.kernel_table()
+    origin = Origin.here(device=bench.device.name, config=bench.name, commit=commit)
+    line = origin.stamp(
+        {
+            "bench": "accuracy",
+            "model": bench.size,
+            "layers": bench.model_config.num_layers,
+            "tokens": tokens,
+            "decoded": decoded,
+            "relative_error_of_logits": {k: float(f"{v:.4g}") for k, v in errors.items()},
+            "prefill_kernels": {o: n for o, r, n in table if r.startswith("prefill")},
+            "decode_kernels": {o: n for o, r, n in table if r.startswith("decode 1.")},
+        }
+    )
+    append(path, line)
+    return line

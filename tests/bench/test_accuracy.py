@@ -1,0 +1,42 @@
+"""The accuracy run finds our model close to the reference, and a wrong model far from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("torch")
+
+from rose.bench.accuracy import measure, run_accuracy
+from rose.bench.build import setup
+from rose.layers.build import LayerBuild
+from rose.models.gpt_oss.model import GptOss
+from rose.models.gpt_oss.synthetic import synthetic_parameters
+
+
+def test_the_served_model_is_the_reference_in_float32(tmp_path):
+    line = run_accuracy(
+        tokens=200, decoded=4, seed=1, path=tmp_path / "r.jsonl", commit="x",
+        size="tiny", weights="mxfp4", device="cpu",
+    )  # fmt: skip
+    errors = line["relative_error_of_logits"]
+    assert errors["prefill"] < 1e-5
+    assert errors["decode_after_prefill"] < 1e-5
+    assert 1e-4 < errors["pytorch_bf16"] < 0.2
+    assert (tmp_path / "r.jsonl").read_text().count("\n") == 1
+
+
+def test_sinks_left_out_are_seen():
+    bench = setup(size="tiny", weights="mxfp4", device="cpu")
+    right = synthetic_parameters(bench.model_config, bench.config.quant, device="cpu", seed=0)
+    layers = tuple(replace(p, sinks_H=p.sinks_H - 50) for p in right.layers)
+    model = GptOss(
+        bench.model_config,
+        replace(right, layers=layers),
+        build=LayerBuild(quant=bench.config.quant, device=bench.device),
+        page_tokens=64,
+        num_positions=128,
+    )
+    errors = measure(model, right, num_tokens=100, num_decoded=2, rounding=None, seed=1)
+    assert errors["prefill"] > 1e-3
