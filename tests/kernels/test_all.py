@@ -72,7 +72,7 @@ def interpret(folder: Path, *options: str) -> list[dict[str, Any]]:
 def interpreted(tmp_path_factory) -> list[dict[str, Any]]:
     """Outcomes of a few cases of each Triton kernel."""
     pytest.importorskip("triton")
-    return interpret(tmp_path_factory.mktemp("interpreted"), "--few", "4")
+    return interpret(tmp_path_factory.mktemp("interpreted"), "--few", "3")
 
 
 @pytest.mark.parametrize(("name", "implementation"), implementations(toolchain="triton"))
