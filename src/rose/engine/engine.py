@@ -16,7 +16,7 @@ import msgspec
 
 from rose.cache.table import PageTable
 from rose.config.engine import EngineConfig
-from rose.decoders.base import Decoder
+from rose.decoders.base import Decoder, step
 from rose.decoders.build import BuiltDecoder, build_decoder, load_decoder
 from rose.engine.admission import refusal
 from rose.engine.commit import commit, finished
@@ -217,7 +217,7 @@ class LLMEngine:
         if plan is None:
             return []
         self.counters.count_step(plan)
-        return self._commit(self.decoder.collect(self.decoder.launch(plan)))
+        return self._commit(step(self.decoder, plan))
 
     def _step_overlapped(self) -> list[FromEngine]:
         """Launch step n+1, then collect step n while the device works.

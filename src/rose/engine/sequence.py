@@ -11,20 +11,7 @@ from rose.protocol.sampling_params import SamplingParams
 from rose.runtime.plan import PlanEntry
 
 _NO_PAGES = SequencePages(0)
-
-
-def _decode_entry(slot: int) -> PlanEntry:
-    return PlanEntry(
-        slot=slot,
-        is_new=False,
-        start_position=0,
-        token_ids=None,
-        num_tokens=1,
-        is_last_chunk=True,
-    )
-
-
-_NO_ENTRY = _decode_entry(-1)
+_NO_ENTRY = PlanEntry.decode(-1)
 
 
 class SequenceState(Enum):
@@ -93,7 +80,7 @@ class Sequence:
         self.state = SequenceState.RUNNING
         self.slot, self.pages = slot, pages
         self.num_scheduled, self.prefill_end = 0, self.num_tokens
-        self.decode_entry = _decode_entry(slot)
+        self.decode_entry = PlanEntry.decode(slot)
 
     def stop_running(self, state: SequenceState) -> None:
         """Give up slot and pages (the scheduler has freed them) to wait again or for good."""

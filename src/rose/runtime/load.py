@@ -12,7 +12,7 @@ from rose.models.registry import ModelEntry, entry
 from rose.utils.device import DeviceFacts
 from rose.utils.errors import CheckpointError, ConfigError
 from rose.weights.loader import Progress
-from rose.weights.reader import locate, read_json
+from rose.weights.reader import config_path, read_json
 
 
 def load_model(
@@ -74,8 +74,7 @@ def find_architecture(folder: Path) -> ModelEntry:
 
     Raises  CheckpointError, ConfigError with the known names
     """
-    at = locate(folder)
-    path = at / "config.json" if (at / "config.json").exists() else folder / "config.json"
+    path = config_path(folder)
     values = read_json(path)
     architecture = values.get("model_type")
     if architecture is None and "num_experts" in values and "swiglu_limit" in values:

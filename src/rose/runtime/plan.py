@@ -31,6 +31,18 @@ class PlanEntry:
     sampling: SamplingParams | None = None
     """Set when is_new: parameters with the seed filled in."""
 
+    @classmethod
+    def decode(cls, slot: int, *, position: int = 0) -> PlanEntry:
+        """Return the share of a sequence whose last sampled token is computed at `position`."""
+        return cls(
+            slot=slot,
+            is_new=False,
+            start_position=position,
+            token_ids=None,
+            num_tokens=1,
+            is_last_chunk=True,
+        )
+
 
 @dataclass(slots=True, kw_only=True)
 class StepPlan:

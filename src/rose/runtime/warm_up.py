@@ -58,19 +58,8 @@ def warm_up_steps(
     for prefill in (beside.prefill, []):
         yield StepPlan(
             step=-1,
-            decode=[_decode_entry(slot=0, position=1)],
+            decode=[PlanEntry.decode(0, position=1)],
             prefill=prefill,
             sample_slots=[0] + [1] * len(prefill),
             max_length=layout.page_tokens,
         )
-
-
-def _decode_entry(*, slot: int, position: int) -> PlanEntry:
-    return PlanEntry(
-        slot=slot,
-        is_new=False,
-        start_position=position,
-        token_ids=None,
-        num_tokens=1,
-        is_last_chunk=True,
-    )

@@ -73,6 +73,15 @@ def locate(folder: Path) -> Path:
     )
 
 
+def config_path(folder: Path) -> Path:
+    """Return where config.json is, or should be: beside the tensors, else in the model folder itself.
+
+    Raises  CheckpointError where there is no folder or no safetensors file.
+    """
+    beside, above = locate(folder) / "config.json", folder / "config.json"
+    return above if above.exists() and not beside.exists() else beside
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.
 

@@ -11,7 +11,7 @@ from rose.models.gpt_oss.weights import Layout, detect, read_config, rules
 from rose.utils.errors import CheckpointError
 from rose.weights import convert as converter
 from rose.weights.loader import Progress, ignore_progress
-from rose.weights.reader import CheckpointReader, read_json
+from rose.weights.reader import CheckpointReader, config_path, read_json
 from rose.weights.verify import TensorReport, verify
 from rose.weights.writer import write_json
 
@@ -63,7 +63,7 @@ def convert(
         )
         kept = converter.run(conversion, device=device, progress=progress)
         companions = converter.copy_companions(reader.folder, folder)
-        _write_configuration(source, reader.folder, folder, config, format_name)
+        _write_configuration(source, folder, config, format_name)
         converter.close(conversion)
     return Converted(
         source=layout,
@@ -106,11 +106,10 @@ def _target_layout(format_name: str) -> Layout:
 
 
 def _write_configuration(
-    asked: Path, held: Path, folder: Path, config: GptOssConfig, format_name: str
+    source: Path, folder: Path, config: GptOssConfig, format_name: str
 ) -> None:
     """Write config.json and, where the source has none, generation_config.json."""
-    path = held / "config.json" if (held / "config.json").exists() else asked / "config.json"
-    values = read_json(path)
+    values = read_json(config_path(source))
     if "model_type" not in values:  # the original layout names things otherwise
         values = hugging_face.config_json(config)
     write_json(folder / "config.json", hugging_face.with_quantization(values, format_name))

@@ -18,7 +18,7 @@ from rose.quant.scheme import scheme
 from rose.utils.errors import CheckpointError, ConfigError
 from rose.weights.loader import Progress, ignore_progress, load_targets
 from rose.weights.pieces import Cut
-from rose.weights.reader import CheckpointReader, locate, read_json
+from rose.weights.reader import CheckpointReader, config_path, read_json
 from rose.weights.rules import PLAIN, Storage, WeightRule, expand
 
 
@@ -235,10 +235,7 @@ def read_config(folder: Path) -> GptOssConfig:
 
     Raises  CheckpointError where it is missing, damaged, of another architecture or contradictory.
     """
-    at = locate(folder)
-    path = at / "config.json"
-    if not path.exists() and (folder / "config.json").exists():
-        path = folder / "config.json"
+    path = config_path(folder)
     try:
         config = GptOssConfig.from_json(read_json(path))
     except (TypeError, ValueError, AttributeError) as error:
