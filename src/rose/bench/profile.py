@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
 
 MAX_ROWS = 40
 
@@ -44,7 +43,7 @@ def traced(folder: Path, name: str) -> Iterator[None]:
 def kernel_times(profiler: Any) -> list[KernelTime]:
     """Return the kernels of a profile, the costliest first; without a CUDA device, torch's operators."""
     rows = profiler.key_averages()
-    kernels = [r for r in rows if r.device_type == DeviceType.CUDA]
+    kernels = [r for r in rows if r.device_type.name == "CUDA"]
     if kernels:
         times = [(r.key, r.count, r.self_device_time_total) for r in kernels]
     else:

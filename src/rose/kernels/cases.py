@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,8 @@ class Case:
     formats: Mapping[str, str] = field(default_factory=dict)
     phase: str = "prefill"
     rows: int = 1
-    options: Mapping[str, object] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What `inputs` reads besides the sizes."""
     large: bool = False
     """Left out on a CPU, where it would take minutes."""
     timed: bool = False

@@ -49,19 +49,12 @@ CASES = [
 ]
 
 
-def _options(case: Case) -> tuple[int, int]:
-    longest, padding = case.options["longest"], case.options["padding"]
-    assert isinstance(longest, int)
-    assert isinstance(padding, int)
-    return longest, padding
-
-
 def inputs(case: Case, seed: int, device: str) -> dict[str, Any]:
     """Draw one step: positions all over, at page starts in every third row, which then has new pages."""
     source = generator(device, seed)
     s, rows = case.sizes, case.sizes["S"]
     num_columns = ceil_div(s["C"], s["L"])
-    longest, padding = _options(case)
+    longest, padding = case.options["longest"], case.options["padding"]
     width = min(ceil_div(longest, s["L"]), num_columns)
 
     def integers(high: int, *shape: int) -> torch.Tensor:
@@ -114,4 +107,4 @@ def flops(case: Case) -> int:
 def num_bytes(case: Case) -> int:
     """The tables, read and written."""
     s = case.sizes
-    return 2 * 4 * s["K"] * s["S"] * ceil_div(_options(case)[0], s["L"])
+    return 2 * 4 * s["K"] * s["S"] * ceil_div(case.options["longest"], s["L"])
