@@ -28,7 +28,9 @@ def test_ranks_share_the_heads():
 
 def test_layers_alternate_between_the_kinds():
     _, layout = _kinds("20b")
-    assert layout.kind_of_layer()[:4] == ["window", "full", "window", "full"]
+    kinds = {k.kind: k.layers for k in layout.kinds}
+    assert kinds["window"][:3] == (0, 2, 4)
+    assert kinds["full"][:3] == (1, 3, 5)
 
 
 @pytest.mark.parametrize(

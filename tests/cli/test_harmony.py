@@ -1,8 +1,6 @@
 """`rose harmony`: JSON lines in, JSON lines out, bad lines answered."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -83,13 +81,3 @@ def test_ids_outside_the_vocabulary_are_read():
 def test_a_folders_tokenizer_is_used(tmp_path):
     code, _ = run("parse", "--model", str(tmp_path / "absent"), lines=[])
     assert code == 2
-
-
-def test_it_runs_as_a_module():
-    done = subprocess.run(
-        [sys.executable, "-m", "rose.cli.harmony", "parse"],
-        input=b'{"tokens": [200008, 24912]}\n',
-        capture_output=True,
-        check=True,
-    )
-    assert json.loads(done.stdout)["chat"]["content"] == "hello"

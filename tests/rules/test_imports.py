@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ def _table() -> dict[str, tuple[set[str], set[str]]]:
 TABLE = _table()
 
 
+@cache
 def _imports(path: Path) -> list[str]:
     """Return the dotted names a file imports outside `if TYPE_CHECKING`."""
     names = []

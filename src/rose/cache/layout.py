@@ -87,8 +87,3 @@ class CacheLayout:
                 )
             )
         return cls(kinds=tuple(kinds), page_tokens=cache.page_tokens)
-
-    def kind_of_layer(self) -> list[str]:
-        """Return the kind of each layer, by its index."""
-        kinds = {layer: k.kind for k in self.kinds for layer in k.layers}
-        return [kinds[i] for i in range(len(kinds))]

@@ -99,7 +99,3 @@ def print_reports(reports: list[TensorReport]) -> int:
     for name in broken:
         click.echo(f"error: {name} should be bit-exact and is not; convert again", err=True)
     return EXIT_NOT_AS_PROMISED if broken else 0
-
-
-if __name__ == "__main__":
-    convert()

@@ -175,7 +175,3 @@ def _read_json(raw: bytes) -> Any:
         return json.loads(raw)
     except ValueError as error:
         raise ValueError(f"found no JSON ({error}); allowed: a JSON object per line") from None
-
-
-if __name__ == "__main__":
-    harmony(prog_name="rose harmony")

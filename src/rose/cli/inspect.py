@@ -131,7 +131,3 @@ def _print(report: dict[str, Any]) -> None:
     click.echo(
         "complete: every tensor is in its place" if report["is_complete"] else "NOT complete"
     )
-
-
-if __name__ == "__main__":
-    inspect()

@@ -28,7 +28,3 @@ def synth(folder: Path, size: str, layers: int | None, format_name: str, seed: i
     click.echo(
         f"{folder}: gpt-oss {size}, {config.num_layers} layers, {gib(num_bytes)} in {len(shards)} files, seed {seed}"
     )
-
-
-if __name__ == "__main__":
-    synth()

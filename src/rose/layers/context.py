@@ -14,7 +14,6 @@ if TYPE_CHECKING:  # the names of the layer kinds are read by the scheduler, whi
 
 FULL = "full"
 WINDOW = "window"
-LAYER_KINDS = (FULL, WINDOW)
 """Full-attention layers keep every page; window layers only the pages their window reaches."""
 
 

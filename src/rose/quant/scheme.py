@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from rose.config.quant import QuantConfig
 from rose.kernels.formats import BF16, FLOAT32, FLOAT64, FORMATS, FP8_BLOCK, TensorFormat
-from rose.utils.dtypes import torch_dtype
 from rose.utils.errors import ConfigError
 
 ROLES = ("experts", "projection", "head", "router", "embedding", "bias", "norm", "sinks")
@@ -28,11 +25,6 @@ class QuantScheme:
     projection: TensorFormat
     head: TensorFormat
     activations: TensorFormat
-
-    @property
-    def activation_dtype(self) -> torch.dtype:
-        """Element type of hidden states, router and embedding."""
-        return torch_dtype(self.activations.element)
 
     def of_role(self, role: str) -> TensorFormat:
         """Return the format in which weights of this role are resident."""

@@ -1,8 +1,11 @@
-"""Facts about the device that decide which kernels may run and what memory there is."""
+"""Facts about the device that decide which kernels may run and what memory there is; torch only inside `detect`."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+
+from rose.utils.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,11 +24,6 @@ class DeviceFacts:
     bf16_flops_per_s: float = 0.0
     fp8_flops_per_s: float = 0.0
 
-    @property
-    def is_hopper(self) -> bool:
-        """Whether WGMMA and TMA of sm_90a exist."""
-        return self.capability == (9, 0)
-
 
 CPU = DeviceFacts(kind="cpu", name="cpu")
 
@@ -42,11 +40,7 @@ def detect(device: str = "auto") -> DeviceFacts:
 
     Raises  ConfigError where cuda was asked for and none is usable.
     """
-    import os
-
     import torch
-
-    from rose.utils.errors import ConfigError
 
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(

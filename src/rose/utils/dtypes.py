@@ -37,18 +37,3 @@ def torch_dtype(name: str) -> torch.dtype:
     if name not in known:
         raise ValueError(f"dtype {name!r} is not known; allowed: {', '.join(known)}")
     return known[name]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return our name of a torch dtype."""
-    import torch
-
-    names = {
-        torch.float64: "float64",
-        torch.float32: "float32",
-        torch.bfloat16: "bf16",
-        torch.float8_e4m3fn: "e4m3",
-        torch.int32: "int32",
-        torch.int64: "int64",
-    }
-    return names.get(dtype, str(dtype).removeprefix("torch."))
