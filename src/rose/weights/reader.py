@@ -93,7 +93,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} is missing; a checkpoint needs it; restore it from the checkpoint's source"
         ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} cannot be read as JSON ({error}); a JSON object is needed; fetch the file again"
         ) from None
@@ -223,7 +223,7 @@ def read_header(file: Path) -> list[TensorEntry]:
         raise CheckpointError(f"{file} is missing; fetch it from the checkpoint's source") from None
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({error}); check it and its owner") from None
-    except (UnicodeDecodeError, json.JSONDecodeError):
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
         raise CheckpointError(f"{file} has a header that is not JSON; {again}") from None
     if not isinstance(header, dict):
         raise CheckpointError(f"{file} has a header that is no JSON object; {again}")

@@ -257,9 +257,31 @@ def test_nan_scales_are_refused_with_their_tensors_name(tmp_path, tiny):
     ("change", "message"),
     [
         ({"model_type": "llama"}, "model_type 'llama'; supported: gpt_oss"),
-        ({"num_hidden_layers": "24"}, "wrong kind"),
+        ({"num_hidden_layers": "24"}, "num_layers is .24.; needed: a whole number"),
         ({"hidden_size": 0}, "hidden_size is 0; needed: a whole number of at least 1"),
         ({"num_local_experts": 2.5}, "num_experts is 2.5"),
+        ({"num_hidden_layers": 10**9}, "num_layers is 1000000000; .* at most 4096"),
+        ({"vocab_size": 10**12}, "vocab_size is 1000000000000; .* at most"),
+        ({"max_position_embeddings": 10**12}, "context_tokens is 1000000000000; .* at most"),
+        ({"num_attention_heads": 7}, "7 query heads cannot share 2 kv heads evenly"),
+        ({"head_dim": 31}, "head_dim is 31; needed: an even number"),
+        ({"num_experts_per_tok": 9}, "9 experts per token of 4"),
+        ({"sliding_window": 0}, "sliding_window is 0; needed: a whole number of at least 1"),
+        ({"sliding_window": "128"}, "sliding_window is '128'"),
+        ({"sliding_window": 12.5}, "sliding_window is 12.5"),
+        ({"sliding_window": None}, "sliding_window is null"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'; needed: a number above 0"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps is -1"),
+        ({"swiglu_limit": None}, "swiglu_limit is None"),
+        ({"rope_theta": 1}, "rope_theta is 1.0; needed: a number above 1"),
+        ({"rope_theta": float("nan")}, "rope_theta is nan"),
+        ({"rope_scaling": {"factor": 0}}, "rope factor is 0.0; needed: a number of at least 1"),
+        ({"rope_scaling": {"beta_fast": 1.0}}, r"beta_fast is 1.0; .* above beta_slow \(1.0\)"),
+        ({"rope_scaling": {"beta_slow": -1}}, "rope_beta_slow is -1.0; needed: a number above 0"),
+        ({"layer_types": [["a"], "full_attention"]}, "layer_types has 2 entries of kinds"),
+        ({"eos_token_id": 1.5}, "eos_token_id is 1.5; needed: token ids"),
+        ({"attention_bias": False}, "attention_bias is False; gpt-oss has biases"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"rope_scaling": [1]}, "wrong kind"),
         ({"tie_word_embeddings": True}, "separate output head"),
     ],
@@ -269,7 +291,18 @@ def test_configurations_that_cannot_be_used_are_answered(tmp_path, tiny, change,
     folder = checkpoints.write(
         tmp_path, {"model.norm.weight": torch.ones(1)}, checkpoints.hugging_face_json(c) | change
     )
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=message) as caught:
+        weights.read_config(folder)
+    assert str(folder / "config.json") in str(caught.value), "which file is to be mended"
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000], ids=["lists", "objects"])
+def test_json_nested_past_all_reason_is_answered(tmp_path, tiny, text):
+    folder = checkpoints.write(
+        tmp_path, {"model.norm.weight": torch.ones(1)}, checkpoints.hugging_face_json(tiny[0])
+    )
+    (folder / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match="cannot be read as JSON"):
         weights.read_config(folder)
 
 

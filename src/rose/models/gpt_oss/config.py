@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,20 @@ from rose.utils.errors import CheckpointError
 SWIGLU_ALPHA = 1.702
 """In no config.json; a constant of the architecture."""
 EOS_TOKEN_IDS = (200002, 199999, 200012)
+MOST = {
+    "num_layers": 1 << 12,
+    "num_experts": 1 << 16,
+    "experts_per_token": 1 << 16,
+    "num_q_heads": 1 << 16,
+    "num_kv_heads": 1 << 16,
+    "head_dim": 1 << 16,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 20,
+    "vocab_size": 1 << 24,
+    "context_tokens": 1 << 26,
+    "rope_original_tokens": 1 << 26,
+}
+"""Guessed, far past any model: a damaged number is answered before tables of its size are made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +50,77 @@ class GptOssConfig(ModelConfig):
 
         Raises  CheckpointError listing every missing or contradictory field.
         """
-        return _from_hugging_face(values) if "model_type" in values else _from_original(values)
+        config = _from_hugging_face(values) if "model_type" in values else _from_original(values)
+        _require(_contradictions(config))
+        return config
 
 
 def alternating_windows(num_layers: int, window_tokens: int) -> tuple[int | None, ...]:
     """Even layers see a window, odd layers everything."""
     return tuple(window_tokens if i % 2 == 0 else None for i in range(num_layers))
+
+
+def _require(problems: list[str]) -> None:
+    if problems:
+        raise CheckpointError(
+            [f"{line}; restore the file from the checkpoint's source" for line in problems]
+        )
+
+
+def _count_problems(counts: dict[str, Any]) -> list[str]:
+    return [
+        f"{name} is {value!r}; needed: a whole number of at least 1, at most {MOST[name]}"
+        for name, value in counts.items()
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST[name]
+    ]
+
+
+def _contradictions(c: GptOssConfig) -> list[str]:
+    """List what no model can have, so that it is said here and not found as a traceback in a layer."""
+    problems = _count_problems({name: getattr(c, name) for name in MOST})
+    if problems:
+        return problems
+    if c.num_q_heads % c.num_kv_heads:
+        problems.append(
+            f"{c.num_q_heads} query heads cannot share {c.num_kv_heads} kv heads evenly"
+        )
+    if c.head_dim % 2:
+        problems.append(f"head_dim is {c.head_dim}; needed: an even number, rotary turns pairs")
+    if c.experts_per_token > c.num_experts:
+        problems.append(f"{c.experts_per_token} experts per token of {c.num_experts} are too many")
+    for window in sorted({w for w in c.window_tokens if w is not None}, key=str):
+        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+            problems.append(f"sliding_window is {window!r}; needed: a whole number of at least 1")
+    for name, least in (
+        ("swiglu_limit", 0.0),
+        ("rms_norm_eps", 0.0),
+        ("rope_theta", 1.0),
+        ("rope_beta_slow", 0.0),
+    ):
+        value = getattr(c, name)
+        if not _is_number(value) or not value > least:
+            problems.append(f"{name} is {value!r}; needed: a number above {least:g}")
+    if not _is_number(c.rope_scaling_factor) or c.rope_scaling_factor < 1:
+        problems.append(f"rope factor is {c.rope_scaling_factor!r}; needed: a number of at least 1")
+    if not _is_number(c.rope_beta_fast) or not c.rope_beta_fast > c.rope_beta_slow:
+        problems.append(
+            f"rope beta_fast is {c.rope_beta_fast!r}; needed: a number above beta_slow ({c.rope_beta_slow!r})"
+        )
+    return problems
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _eos_ids(value: Any) -> tuple[int, ...]:
+    """Read eos_token_id: absent or the published one stands for all three that end gpt-oss's turns."""
+    if value in (None, 200002):
+        return EOS_TOKEN_IDS
+    ids = value if isinstance(value, list) else [value]
+    if any(isinstance(t, bool) or not isinstance(t, int) or t < 0 for t in ids):
+        _require([f"eos_token_id is {value!r}; needed: token ids, whole numbers from 0"])
+    return tuple(ids)
 
 
 def _take(values: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
@@ -50,7 +130,9 @@ def _take(values: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
             f"config.json lacks {', '.join(missing)}; a gpt-oss configuration needs them; "
             "restore the file from the checkpoint's source"
         )
-    return {ours: values[theirs] for ours, theirs in names.items()}
+    sizes = {ours: values[theirs] for ours, theirs in names.items()}
+    _require(_count_problems(sizes))
+    return sizes
 
 
 def _from_hugging_face(values: dict[str, Any]) -> GptOssConfig:
@@ -81,15 +163,25 @@ def _from_hugging_face(values: dict[str, Any]) -> GptOssConfig:
         )
     if values.get("tie_word_embeddings", False):
         problems.append("tie_word_embeddings is true; gpt-oss has a separate output head")
+    if values.get("attention_bias", True) is not True:
+        problems.append(
+            f"attention_bias is {values['attention_bias']!r}; gpt-oss has biases (attention_bias: true)"
+        )
+    # Published as "silu", which is not what the model does: the clamped SwiGLU has no name of its own.
+    if values.get("hidden_act", "silu") != "silu":
+        problems.append(f"hidden_act is {values['hidden_act']!r}; published and supported: silu")
     layer_types = values.get("layer_types")
     window = values.get("sliding_window", 128)
+    if window is None and (layer_types is None or "sliding_attention" in layer_types):
+        problems.append("sliding_window is null; needed: the tokens that sliding layers see")
     if layer_types is None:
         windows = alternating_windows(sizes["num_layers"], window)
     else:
-        unknown = sorted(set(layer_types) - {"sliding_attention", "full_attention"})
+        kinds = sorted(set(map(str, layer_types)))
+        unknown = set(kinds) - {"sliding_attention", "full_attention"}
         if unknown or len(layer_types) != sizes["num_layers"]:
             problems.append(
-                f"layer_types has {len(layer_types)} entries of kinds {sorted(set(layer_types))}; "
+                f"layer_types has {len(layer_types)} entries of kinds {kinds[:8]}; "
                 f"needed: {sizes['num_layers']} of sliding_attention or full_attention"
             )
         windows = tuple(window if t == "sliding_attention" else None for t in layer_types)
@@ -99,17 +191,15 @@ def _from_hugging_face(values: dict[str, Any]) -> GptOssConfig:
     original = int(
         rope.get("original_max_position_embeddings", values.get("initial_context_length", 4096))
     )
-    eos = values.get("eos_token_id")
-    eos_ids = (
-        tuple(eos) if isinstance(eos, list) else EOS_TOKEN_IDS if eos in (None, 200002) else (eos,)
-    )
     return GptOssConfig(
         architecture="gpt_oss",
         **sizes,
         experts_per_token=values.get("num_experts_per_tok", values.get("experts_per_token", 4)),
         context_tokens=values.get("max_position_embeddings", int(original * factor)),
         window_tokens=windows,
-        eos_token_ids=tuple(t for t in eos_ids if t < sizes["vocab_size"]),
+        eos_token_ids=tuple(
+            t for t in _eos_ids(values.get("eos_token_id")) if t < sizes["vocab_size"]
+        ),
         swiglu_limit=values.get("swiglu_limit", 7.0),
         rms_norm_eps=values.get("rms_norm_eps", 1e-5),
         rope_theta=float(rope.get("rope_theta", values.get("rope_theta", 150000.0))),

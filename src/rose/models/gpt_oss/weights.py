@@ -6,7 +6,7 @@ converter, inspector and synthesiser run on.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from rose.config.quant import QuantConfig
@@ -237,25 +237,15 @@ def read_config(folder: Path) -> GptOssConfig:
     """
     path = config_path(folder)
     try:
-        config = GptOssConfig.from_json(read_json(path))
-    except (TypeError, ValueError, AttributeError) as error:
+        return GptOssConfig.from_json(read_json(path))
+    except CheckpointError as error:
+        lines = [line if str(path) in line else f"{path}: {line}" for line in error.problems]
+        raise CheckpointError(lines) from None
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(
             f"{path} holds a value of the wrong kind ({error}); sizes are whole numbers, rope_scaling is an object; "
             "restore the file from the checkpoint's source"
         ) from None
-    wrong = [
-        f"{path}: {field.name} is {getattr(config, field.name)!r}; needed: a whole number of at least 1; "
-        "restore the file from the checkpoint's source"
-        for field in fields(config)
-        if field.type == "int" and not _is_count(getattr(config, field.name))
-    ]
-    if wrong:
-        raise CheckpointError(wrong)
-    return config
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def checkpoint_format(folder: Path) -> str:
