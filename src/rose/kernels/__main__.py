@@ -1,10 +1,12 @@
-"""`python -m rose.kernels list | explain | check | bench`: what exists, what would run, is it right, is it fast."""
+"""`python -m rose.kernels list | explain | check | bench | sanitize`: what exists, what would run, is it right, is it
+fast, does it touch memory that is not its own."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,6 +15,7 @@ from pathlib import Path
 from rose.kernels import registry
 from rose.kernels.bench import bench_all
 from rose.kernels.check import cases_module, check_all
+from rose.kernels.sanitize import sanitizer_command
 from rose.utils.device import detect
 from rose.utils.errors import RoseError
 
@@ -20,7 +23,7 @@ from rose.utils.errors import RoseError
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m rose.kernels") -> int:
     """Run one verb; return 1 where a check failed. `argv` None: the arguments of the process."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)
-    parser.add_argument("verb", choices=["list", "explain", "check", "bench"])
+    parser.add_argument("verb", choices=["list", "explain", "check", "bench", "sanitize"])
     parser.add_argument("operations", nargs="*", help="operation names; all if none")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--only", metavar="NAME", help="one implementation")
@@ -33,6 +36,12 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m rose.kerne
     parser.add_argument(
         "--few", type=int, metavar="N", help="check: at most N cases of each implementation"
     )
+    parser.add_argument(
+        "--toolchain",
+        choices=registry.TOOLCHAINS,
+        help="check, sanitize: only implementations written with it; sanitize without it: cuda",
+    )
+    parser.add_argument("--small", action="store_true", help="check: leave large cases out")
     parser.add_argument("--seed", type=int, default=0, help="check: seed of the random inputs")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="check, bench: append JSON lines to FILE"
@@ -77,6 +86,8 @@ def _check(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         interpret=arguments.interpret,
         few=arguments.few,
+        toolchain=arguments.toolchain,
+        is_small=arguments.small,
     ):
         counts[outcome.status] += 1
         if arguments.json:
@@ -89,6 +100,15 @@ def _check(arguments: argparse.Namespace) -> int:
             )
     _say(", ".join(f"{n} {status}" for status, n in counts.items()))
     return 1 if counts["failed"] else 0
+
+
+def _sanitize(arguments: argparse.Namespace) -> int:
+    checked = [*arguments.operations, "--seed", str(arguments.seed)]
+    for name in ("only", "case", "few"):
+        value = getattr(arguments, name)
+        checked += [] if value is None else [f"--{name}", str(value)]
+    command, environment = sanitizer_command(checked, toolchain=arguments.toolchain or "cuda")
+    return subprocess.run(command, env={**os.environ, **environment}, check=False).returncode
 
 
 def _bench(arguments: argparse.Namespace) -> int:

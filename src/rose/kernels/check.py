@@ -237,19 +237,26 @@ def check_all(
     seed: int = 0,
     interpret: bool = False,
     few: int | None = None,
+    toolchain: str | None = None,
+    is_small: bool = False,
 ) -> Iterator[Outcome]:
     """Check every implementation over every case, one outcome at a time.
 
     `few`: at most so many of the cases that an implementation can take, spread over all of them.
+    `toolchain`: only implementations written with it; `is_small`: only cases that a CPU could run too.
     """
     for name in operations or registry.operation_names():
         operation = registry.load(name)
         tried = [
             i
             for i in registry.implementations(name)
-            if i.name != "reference" and only in (None, i.name)
+            if i.name != "reference" and only in (None, i.name) and toolchain in (None, i.toolchain)
         ]
-        cases = [c for c in cases_module(name).CASES if case_name in (None, c.name)]
+        cases = [
+            c
+            for c in cases_module(name).CASES
+            if case_name in (None, c.name) and not (is_small and c.large)
+        ]
         chosen = {i.name: {c.name for c in cases} for i in tried}
         if few is not None:
             for i in tried:

@@ -1,0 +1,51 @@
+"""The sanitizer is started over the right checks, and its verdict is that of the command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rose.kernels import sanitize
+from rose.kernels.__main__ import main
+from rose.kernels.check import check_all
+from rose.kernels.registry import load
+from rose.utils.device import CPU
+
+FAKE = """#!/bin/sh
+echo "$PYTORCH_NO_CUDA_MEMORY_CACHING $@" > "$(dirname "$0")/asked"
+exit 3
+"""
+
+
+def test_sanitize_runs_small_cases_uncached_and_returns_the_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(FAKE)
+    tool.chmod(0o755)
+    monkeypatch.setattr(sanitize.shutil, "which", {tool.name: str(tool)}.get)
+    assert main(["sanitize", "attention_prefill", "--only", "cuda", "--few", "3"]) == 3
+    words = (tmp_path / "asked").read_text().split()
+    assert words[0] == "1"
+    assert words[1:5] == ["--tool", "memcheck", "--error-exitcode", "3"]
+    asked = " ".join(words[words.index("check") :])
+    assert asked.startswith("check --device cuda --small --toolchain cuda attention_prefill")
+    assert asked.endswith("--only cuda --few 3")
+
+
+def test_absent_sanitizer_is_an_error_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sanitize.shutil, "which", lambda _name: None)
+    monkeypatch.setattr(sanitize, "USUAL", tmp_path / "absent")
+    assert main(["sanitize"]) == 2
+    assert "compute-sanitizer" in capsys.readouterr().err
+
+
+def test_check_can_be_narrowed_to_a_toolchain_and_small_cases() -> None:
+    load("rms_norm")
+    outcomes = list(check_all(CPU, operations=["rms_norm"], toolchain="torch", is_small=True))
+    everything = list(check_all(CPU, operations=["rms_norm"]))
+    assert {o.implementation for o in outcomes} == {"torch"}
+    assert {o.case for o in outcomes} < {o.case for o in everything}
