@@ -68,7 +68,7 @@ register(
         operation="moe_route",
         name="cuda_decode",
         function=moe_route,
-        band=Band.PORTABLE,
+        band=Band.SPECIALISED,
         device="cuda",
         min_capability=(9, 0),
         max_capability=(9, 0),
@@ -76,6 +76,6 @@ register(
         phases=frozenset({"decode"}),
         rows=(1, MAX_TOKENS),
         limits=_limits,
-        note="columns shared out over a cluster of eight blocks",
+        note="columns shared out over a cluster of eight blocks; 2.6 us against Triton's 8.5 (32 experts, H200)",
     )
 )
