@@ -44,8 +44,10 @@ def test_absent_sanitizer_is_an_error_with_what_to_do(
 
 
 def test_check_can_be_narrowed_to_a_toolchain_and_small_cases() -> None:
-    load("rms_norm")
-    outcomes = list(check_all(CPU, operations=["rms_norm"], toolchain="torch", is_small=True))
-    everything = list(check_all(CPU, operations=["rms_norm"]))
+    load("quantize_activation")
+    outcomes = list(
+        check_all(CPU, operations=["quantize_activation"], toolchain="torch", is_small=True)
+    )
+    everything = list(check_all(CPU, operations=["quantize_activation"]))
     assert {o.implementation for o in outcomes} == {"torch"}
     assert {o.case for o in outcomes} < {o.case for o in everything}
