@@ -486,8 +486,53 @@ def test_error_messages_are_bounded(lab):
                 {"model": "x" * 100_000},
                 {"y" * 100_000: 1},
                 {"tool_choice": "z" * 100_000, "tools": [TOOL]},
+                {"messages": [{"role": "r" * 100_000, "content": "x"}]},
+                {"messages": [{"role": "user", "content": "x", "z" * 100_000: 1}]},
             ):
-                assert len((await server.chat(**change)).content) < 2000
+                response = await server.chat(**change)
+                assert response.status_code in (400, 404)
+                assert len(response.content) < 2000
+
+    lab.run(scenario)
+
+
+@pytest.mark.parametrize("name", ["logit_bias", "tool_choice"])
+def test_values_at_any_depth_of_nesting_are_refused_not_failed_on(lab, name):
+    """Near the recursion limit JSON can be read that cannot be printed any more."""
+
+    async def scenario():
+        async with lab.serving(raise_bugs=False) as server:
+            for depth in (10, *range(900, 1000, 5), 5000):
+                value = '{"a":' * depth + "1" + "}" * depth
+                body = (
+                    f'{{"model":"m","messages":[{{"role":"user","content":"x"}}],"{name}":{value}}}'
+                )
+                response = await server.http.post("/v1/chat/completions", content=body.encode())
+                assert response.status_code == 400, depth
+                assert len(response.content) < 2000
+
+    lab.run(scenario)
+
+
+def test_numbers_of_prompts_and_stop_strings_are_bounded_before_any_work(lab):
+    async def scenario():
+        async with lab.serving() as server:
+            response = await server.complete(prompt=["a"] * 20_000, n=128)
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, "prompt")
+            assert "2560000 answers; allowed: 1024 per request" in error["message"]
+            response = await server.chat(stop=["b", "a" * 5000])
+            assert "a string of 5000 characters" in response.json()["error"]["message"]
+
+    lab.run(scenario)
+
+
+def test_a_top_k_that_cannot_travel_is_refused(lab):
+    async def scenario():
+        async with lab.serving(lab.line(lab.content("x"))) as server:
+            response = await server.chat(top_k=2**64)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "top_k")
+            assert (await server.chat(top_k=2**63 - 1)).status_code == 200
 
     lab.run(scenario)
 

@@ -12,9 +12,12 @@ from rose.sampling.batch import SamplingTable, is_filtered, pack
 from rose.sampling.sampler import Sampler
 from rose.utils.device import CPU
 
+EXTREME = (2.0**-149, 2.0**-126, 1e-46, 1e-300, 1e-30, 2.0**-65)
+"""What float32 holds as 0, as a number that is not normal, or as one that sends logits past its range."""
+
 params = st.builds(
     SamplingParams,
-    temperature=st.floats(0, 100, width=32),
+    temperature=st.just(0.0) | st.floats(2.0**-64, 100, width=32),
     top_p=st.floats(0.0078125, 1, width=32),
     top_k=st.integers(0, 2**31 - 1),
     min_p=st.floats(0, 1, width=32),
@@ -63,3 +66,22 @@ def test_columns_past_the_vocabulary_are_never_chosen(temperature):
     assert tokens.max() < 10
     if temperature:
         assert len(tokens.unique()) > 5
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p"])
+@pytest.mark.parametrize("value", EXTREME)
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+def test_the_smallest_temperature_and_top_p_choose_the_best_token(name, value, scale):
+    logits_SV = torch.randn(1, 50, generator=torch.Generator().manual_seed(0)) * scale
+    params = SamplingParams(seed=5, **{name: value})
+    assert not params.problems()
+    table = SamplingTable(1, torch.device("cpu"))
+    table.write(torch.tensor([0]), torch.tensor([pack(params)], dtype=torch.int64).T)
+    token_S = Sampler.build(50, CPU).sample(
+        logits_SV.clone(),
+        table.gather(torch.tensor([0])),
+        torch.tensor([7]),
+        phase="decode",
+        is_filtered=is_filtered(params),
+    )
+    assert token_S.item() == logits_SV.argmax().item()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from msgspec import UNSET
 from starlette.applications import Starlette
@@ -14,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from rose.frontend.body import read_body
+from rose.frontend.body import parsed, read_body
 from rose.frontend.chat import ChatFold, ChatWriter
 from rose.frontend.client import EngineClient
 from rose.frontend.completions import CompletionFold, CompletionWriter
@@ -24,7 +25,14 @@ from rose.frontend.jobs import JobMaker
 from rose.frontend.metrics import Metrics
 from rose.frontend.middleware import RequestFrame
 from rose.frontend.parsing import parse_chat, parse_completion, parse_json
-from rose.frontend.schemas import Health, Model, ModelList, encode
+from rose.frontend.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    Health,
+    Model,
+    ModelList,
+    encode,
+)
 from rose.frontend.stream import AnswerResponse
 
 JSON = "application/json"
@@ -48,8 +56,7 @@ class Routes:
     async def chat_completions(self, request: Request) -> AnswerResponse:
         """POST /v1/chat/completions."""
         raw = await read_body(request, max_bytes=self._config.max_request_bytes)
-        body = parse_json(raw)
-        chat = parse_chat(body)
+        body, chat = await parsed(raw, _read_chat)
         self._jobs.check_model(chat.model)
         status = self._client.require_ready()
         job = await self._jobs.chat(chat, body, status, num_bytes=len(raw))
@@ -62,7 +69,7 @@ class Routes:
     async def completions(self, request: Request) -> AnswerResponse:
         """POST /v1/completions."""
         raw = await read_body(request, max_bytes=self._config.max_request_bytes)
-        completion = parse_completion(parse_json(raw))
+        completion = await parsed(raw, _read_completion)
         self._jobs.check_model(completion.model)
         status = self._client.require_ready()
         job = await self._jobs.completion(completion, status, num_bytes=len(raw))
@@ -159,6 +166,15 @@ def create_app(
         },
         lifespan=lifespan,
     )
+
+
+def _read_chat(raw: bytes) -> tuple[dict[str, Any], ChatRequest]:
+    body = parse_json(raw)
+    return body, parse_chat(body)
+
+
+def _read_completion(raw: bytes) -> CompletionRequest:
+    return parse_completion(parse_json(raw))
 
 
 def _error_response(error: RequestError) -> Response:

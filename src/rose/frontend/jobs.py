@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from rose.frontend.body import INLINE_BODY_BYTES
 from rose.frontend.config import FrontendConfig
 from rose.frontend.errors import RequestError
 from rose.frontend.formatters.base import EncodedPrompt, FormatError, Formatter
@@ -23,8 +24,6 @@ from rose.frontend.schemas import ChatRequest, CompletionRequest, SamplingFields
 from rose.protocol.event import EngineStatus
 from rose.protocol.request import Request
 
-INLINE_BODY_BYTES = 32_768
-"""Larger bodies are rendered in a thread: 8k tokens take about 10 ms, in which no other stream would move. Guessed."""
 COMPLETION_DEFAULT_TOKENS = 16
 """OpenAI's default of max_tokens on /v1/completions."""
 

@@ -24,8 +24,14 @@ from rose.frontend.schemas import (
 MAX_CHOICES = 128
 MAX_STOPS = 16
 """OpenAI allows 4; more cost nothing here, but each is searched for in every piece of text."""
+MAX_STOP_CHARACTERS = 4096
+"""Of one stop string: an end of the text is compared with each beginning of it, so the work grows with the square."""
+MAX_RUNS = 1024
+"""Prompts times choices of one request: more than an engine queues by default, and each costs memory at once."""
 MAX_QUOTED = 200
 """Characters of a client's value that an error message repeats."""
+MAX_GUESSED = 64
+"""Longest unknown name for which a near one is looked up; difflib takes a second per million characters."""
 
 IGNORED = frozenset(
     {
@@ -124,8 +130,21 @@ def parse_completion(body: dict[str, Any]) -> CompletionRequest:
 def completion_prompts(request: CompletionRequest) -> list[str | list[int]]:
     """Return the prompts: one text, texts, one list of token ids, or lists of token ids.
 
-    Raises  RequestError for any mixture.
+    Raises  RequestError for any mixture, and for more prompts than one request may bring.
     """
+    prompts = _prompts(request)
+    count = request.n or 1
+    if len(prompts) * count > MAX_RUNS:
+        _refuse(
+            "invalid_request",
+            "prompt",
+            f"prompt has {len(prompts)} prompts and n={count}, {len(prompts) * count} answers; allowed: {MAX_RUNS} "
+            "per request; send several requests",
+        )
+    return prompts
+
+
+def _prompts(request: CompletionRequest) -> list[str | list[int]]:
     prompt = request.prompt
     if isinstance(prompt, str):
         return [prompt]
@@ -145,7 +164,10 @@ def completion_prompts(request: CompletionRequest) -> list[str | list[int]]:
 
 def quoted(value: Any) -> str:
     """Return a client's value for a message, cut to a bounded length."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        return f"a {type(value).__name__} nested too deeply to show"
     return text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]}... ({len(text)} characters)"
 
 
@@ -188,9 +210,12 @@ def _convert_part(value: Any, kind: type[Parsed], path: str) -> Parsed:
             known = set(kind.__struct_fields__) if not inner else set()
             _refuse_unknown(full, unknown, known, error)
         full = _join(path, f"{inner}.{missing}" if missing else inner)
+        text = text if len(text) <= 2 * MAX_QUOTED else f"{text[: 2 * MAX_QUOTED]}..."
         reason = "is missing" if missing else f"is wrong: {text[0].lower()}{text[1:]}"
         raise RequestError(
-            "invalid_request", f"{full or 'the body'} {reason}; see docs/api.md", param=full or None
+            "invalid_request",
+            f"{full[:MAX_QUOTED] or 'the body'} {reason}; see docs/api.md",
+            param=full[:MAX_QUOTED] or None,
         ) from error
 
 
@@ -209,7 +234,7 @@ def _refuse(code: str, param: str, message: str, cause: Exception | None = None)
 def _refuse_unknown(
     param: str, name: str, known: set[str] | frozenset[str], cause: Exception | None = None
 ) -> NoReturn:
-    near = difflib.get_close_matches(name, sorted(known), n=2)
+    near = difflib.get_close_matches(name, sorted(known), n=2) if len(name) <= MAX_GUESSED else []
     hint = f"did you mean {' or '.join(near)}?" if near else "leave it out"
     _refuse(
         "unknown_field", param[:MAX_QUOTED], f"{quoted(param)} is not a known field; {hint}", cause
@@ -271,6 +296,13 @@ def _check_sampling(request: SamplingFields) -> None:
             "invalid_request",
             "stop",
             f"stop has {len(strings)} strings; allowed: {MAX_STOPS} at most",
+        )
+    longest = max(map(len, strings), default=0)
+    if longest > MAX_STOP_CHARACTERS:
+        _refuse(
+            "invalid_request",
+            "stop",
+            f"stop has a string of {longest} characters; allowed: {MAX_STOP_CHARACTERS} at most",
         )
     if "" in strings:
         _refuse("invalid_request", "stop", "stop has an empty string; allowed: 1 character or more")

@@ -25,7 +25,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 f"temperature={self.temperature}; allowed: 0 to 100",
             ),
             (0.0 < self.top_p <= 1.0, f"top_p={self.top_p}; allowed: above 0, at most 1"),
-            (self.top_k >= 0, f"top_k={self.top_k}; allowed: 0 (all) or more"),
+            # more than 64 bits cannot travel to the engine
+            (
+                0 <= self.top_k < 2**63,
+                f"top_k={self.top_k}; allowed: 0 (all) to {2**63 - 1}",
+            ),
             (0.0 <= self.min_p <= 1.0, f"min_p={self.min_p}; allowed: 0 to 1"),
             (
                 self.seed is None or -(2**63) <= self.seed < 2**63,

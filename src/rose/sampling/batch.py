@@ -18,6 +18,11 @@ INTS = 2
 """Whole numbers per slot: seed, top_k."""
 FLOATS = 3
 """Fractions per slot: temperature, top_p, min_p."""
+GREEDY_BELOW = 2.0**-64
+"""Temperatures below it are 0 on the device: dividing logits by them would pass float32, and the noise they add
+is far below the distance of any two different logits."""
+LEAST_TOP_P = 2.0**-126
+"""Smallest top_p on the device, the smallest normal float32: 0 would leave no token at all; this leaves the best."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,7 +77,8 @@ class SamplingTable:
 def pack(sampling: SamplingParams) -> list[int]:
     """Return a slot's parameters as five integers: seed, top_k, and the bits of three float32."""
     assert sampling.seed is not None, "the engine fills in the seed before a sequence runs"
-    floats = (sampling.temperature, sampling.top_p, sampling.min_p)
+    temperature = sampling.temperature if sampling.temperature >= GREEDY_BELOW else 0.0
+    floats = (temperature, max(sampling.top_p, LEAST_TOP_P), sampling.min_p)
     # top_k past int32 keeps all, as any number past the vocabulary does
     top_k = min(sampling.top_k, 2**31 - 1)
     return [sampling.seed, top_k, *struct.unpack("<3i", struct.pack("<3f", *floats))]
@@ -80,6 +86,6 @@ def pack(sampling: SamplingParams) -> list[int]:
 
 def is_filtered(sampling: SamplingParams) -> bool:
     """Tell whether any token can be left out, so that the one-pass sampler does not do."""
-    return sampling.temperature > 0 and (
+    return sampling.temperature >= GREEDY_BELOW and (
         sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
     )
