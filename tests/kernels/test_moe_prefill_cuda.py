@@ -37,6 +37,7 @@ def test_kernels_compile_without_spills_or_warnings(built: build.Built) -> None:
     assert "warning" not in built.log
 
 
+@pytest.mark.slow
 @needs_nvcc
 def test_products_use_fp8_tensor_cores_and_the_copy_engine(built: build.Built) -> None:
     if build.find_cuobjdump() is None:
@@ -95,11 +96,14 @@ def test_every_tile_and_run_is_taken_once(cluster: int, runs: int) -> None:
     assert sorted(located(tiles, runs, cluster)) == wanted
 
 
-def test_python_passes_what_the_launchers_take() -> None:
-    source = (FOLDER / "prefill_sm90.cu").read_text()
+@pytest.mark.parametrize(("source", "python"), [
+    ("prefill_sm90.cu", "cuda_prefill.py"),
+    ("prefill_fused_sm90.cu", "cuda_fused.py"),
+])  # fmt: skip
+def test_python_passes_what_the_launchers_take(source: str, python: str) -> None:
     declared = {}
     for name, parameters in re.findall(
-        r'extern "C" int (launch_\w+)\((.*?)\) \{', source, re.DOTALL
+        r'extern "C" int (launch_\w+)\((.*?)\) \{', (FOLDER / source).read_text(), re.DOTALL
     ):
         letters = ""
         for parameter in parameters.split(","):
@@ -107,8 +111,7 @@ def test_python_passes_what_the_launchers_take() -> None:
             is_pointer = "*" in parameter or words[0] == "cudaStream_t"
             letters += "p" if is_pointer else {"int": "i", "float": "f", "int64_t": "q"}[words[0]]
         declared[name] = letters
-    python = (FOLDER / "cuda_prefill.py").read_text()
-    passed = dict(re.findall(r'launcher\("(launch_\w+)", "(\w+)"\)', python))
+    passed = dict(re.findall(r'launcher\("(launch_\w+)", "(\w+)"\)', (FOLDER / python).read_text()))
     assert passed == declared
 
 

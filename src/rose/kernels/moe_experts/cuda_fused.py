@@ -1,0 +1,199 @@
+"""Second design of the CUDA experts for many tokens (prefill_fused_sm90.cu): stages on torch tensors.
+
+Reads MXFP4 without expanding it in memory. Not yet run on a GPU and bound by nothing: check and time it with
+benchmarks/moe_prefill_fused.py; then `git mv` cuda_fused_unbound.py to cuda_fused_impl.py registers it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rose.kernels.build import CudaLibrary
+from rose.kernels.formats import FormattedTensor
+from rose.kernels.moe_experts.cuda_prefill import X_GROUP, PrefillLibrary
+from rose.kernels.moe_experts.mxfp4_tiles import TiledExperts
+from rose.kernels.moe_experts.rows import RowTable, allocate_rows
+from rose.kernels.weights import ExpertWeights
+from rose.utils.math import ceil_div, round_up
+
+HIDDEN_GROUP = 128
+"""SwiGLU channels that share a scale, in every shape."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedShapes:
+    """Rows of a tile, and whether the second consumer starts later."""
+
+    rows: int = 256
+    """256 (x 128 columns; the only one for mxfp4) or 128 (x 256 columns)."""
+    late: bool = False
+    """Only with 128 rows: the tile ends of the two consumers lie apart."""
+
+
+VARIANTS = {
+    "r256": FusedShapes(),
+    "r128": FusedShapes(rows=128),
+    "r128_late": FusedShapes(rows=128, late=True),
+}
+DEFAULT = VARIANTS["r256"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrix:
+    """One matrix of all experts as the products read it.
+
+    Shapes   E experts, N outputs, K inputs
+             values            e4m3 [E, N, K], or mxfp4 codes as FormattedTensor has them
+             scales            float32 [E, ceil(N / 128), ceil(K / 128)]
+             exponents         mxfp4: uint8 [E, N, K / 32]; e4m3: None
+             tile_exponents    mxfp4: int32 as scales; e4m3: None
+    """
+
+    values: Tensor
+    scales: Tensor
+    shape: tuple[int, int, int]
+    exponents: Tensor | None = None
+    tile_exponents: Tensor | None = None
+
+
+def matrices(weights: ExpertWeights | TiledExperts) -> tuple[Matrix, Matrix, ExpertWeights]:
+    """Return gate_up, down and the weights that hold the biases; nothing is copied."""
+    if isinstance(weights, ExpertWeights):
+        return _fp8(weights.gate_up), _fp8(weights.down), weights
+    plain = weights.weights
+    up = _mxfp4(plain.gate_up, weights.gate_up_scales, weights.gate_up_exponents)
+    down = _mxfp4(plain.down, weights.down_scales, weights.down_exponents)
+    return up, down, plain
+
+
+def _fp8(matrix: FormattedTensor) -> Matrix:
+    assert matrix.scales is not None, "fp8_block has scales"
+    return Matrix(values=matrix.values, scales=matrix.scales, shape=_sizes(matrix))
+
+
+def _mxfp4(matrix: FormattedTensor, scales: Tensor, tile_exponents: Tensor) -> Matrix:
+    return Matrix(
+        values=matrix.values,
+        scales=scales,
+        shape=_sizes(matrix),
+        exponents=matrix.scales,
+        tile_exponents=tile_exponents,
+    )
+
+
+def _sizes(matrix: FormattedTensor) -> tuple[int, int, int]:
+    experts, rows, columns = matrix.shape
+    return experts, rows, columns
+
+
+class FusedLibrary:
+    """The launchers of prefill_fused_sm90.cu on torch tensors."""
+
+    def __init__(self, library: CudaLibrary | None = None, *, defines: Sequence[str] = ()) -> None:
+        source = Path(__file__).with_name("prefill_fused_sm90.cu")
+        self.library = library or CudaLibrary(source, defines=defines)
+        launcher = self.library.launcher
+        self._sort = launcher("launch_sort", "piiipppppp")
+        self._quantize = launcher("launch_quantize", "ppppiiiip")
+        self._combine = launcher("launch_combine", "ppppiiip")
+        self._gate_up = launcher("launch_gate_up", "ppiipppppipppiiiippiffiip")
+        self._down = launcher("launch_down", "ppiipppppipppiiiipiip")
+
+    def sort_by_expert(
+        self, expert_ids_TK: Tensor, *, num_experts: int, block_m: int = DEFAULT.rows
+    ) -> RowTable:
+        """Give each (token, k) pair its row, stably; tiles have `block_m` rows."""
+        table = allocate_rows(expert_ids_TK, num_experts=num_experts, block_m=block_m)
+        self._sort(
+            expert_ids_TK.data_ptr(), expert_ids_TK.numel(), num_experts, block_m, table.row_TK.data_ptr(),
+            table.starts_E1.data_ptr(), table.tiles_E1.data_ptr(), table.expert_M.data_ptr(),
+            table.pairs_E1.data_ptr(), _stream(),
+        )  # fmt: skip
+        return table
+
+    quantize_rows = PrefillLibrary.quantize_rows
+    combine = PrefillLibrary.combine
+
+    def gate_up(
+        self, x_RD: Tensor, x_scales: Tensor, table: RowTable, *,
+        matrix: Matrix, bias_EF: Tensor, alpha: float, limit: float, late: bool = False,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Multiply, apply the SwiGLU and quantise in groups of 128 channels.
+
+        Returns  values e4m3 [R, I]; scales float32 [groups, R rounded up to 4]
+        """
+        wide = matrix.shape[1]
+        rows = x_RD.shape[0]
+        out_RI = x_RD.new_empty(rows, wide // 2)
+        groups = ceil_div(wide // 2, HIDDEN_GROUP)
+        out_scales = x_RD.new_empty(groups, round_up(rows, 4), dtype=torch.float32)
+        self._gate_up(
+            *_operands(x_RD, x_scales, table, matrix, bias_EF),
+            out_RI.data_ptr(), out_scales.data_ptr(), out_scales.stride(0), alpha, limit,
+            table.block_m, int(late), _stream(),
+        )  # fmt: skip
+        return out_RI, out_scales
+
+    def down(
+        self, a_RI: Tensor, a_scales: Tensor, table: RowTable, *,
+        matrix: Matrix, bias_ED: Tensor, late: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Multiply and add the bias. Returns bf16 [R, D], not yet weighted."""
+        y_RD = a_RI.new_empty(a_RI.shape[0], matrix.shape[1], dtype=torch.bfloat16)
+        self._down(
+            *_operands(a_RI, a_scales, table, matrix, bias_ED),
+            y_RD.data_ptr(), table.block_m, int(late), _stream(),
+        )  # fmt: skip
+        return y_RD
+
+
+def run_experts(
+    library: FusedLibrary,
+    x_TD: Tensor,
+    expert_ids_TK: Tensor,
+    expert_weights_TK: Tensor,
+    *,
+    weights: ExpertWeights | TiledExperts,
+    swiglu_alpha: float,
+    swiglu_limit: float,
+    out_TD: Tensor,
+    shapes: FusedShapes = DEFAULT,
+) -> None:
+    """The whole operation; mxfp4 weights come as `mxfp4_tiles.tiled` makes them."""
+    if x_TD.shape[0] == 0:
+        return
+    up, down, plain = matrices(weights)
+    table = library.sort_by_expert(expert_ids_TK, num_experts=up.shape[0], block_m=shapes.rows)
+    hidden = library.gate_up(
+        *library.quantize_rows(x_TD, table), table, matrix=up, bias_EF=plain.gate_up_bias_EF,
+        alpha=swiglu_alpha, limit=swiglu_limit, late=shapes.late,
+    )  # fmt: skip
+    y_RD = library.down(*hidden, table, matrix=down, bias_ED=plain.down_bias_ED, late=shapes.late)
+    library.combine(y_RD, table, expert_weights_TK, out_TD=out_TD)
+
+
+def _operands(
+    a_RC: Tensor, a_scales: Tensor, table: RowTable, matrix: Matrix, bias_EN: Tensor
+) -> tuple[int | None, ...]:
+    assert X_GROUP == HIDDEN_GROUP, "both products read scales of 128 columns"
+    return (
+        a_RC.data_ptr(), a_scales.data_ptr(), a_scales.stride(0), a_RC.shape[0],
+        matrix.values.data_ptr(), matrix.scales.data_ptr(),
+        _address(matrix.exponents), _address(matrix.tile_exponents),
+        bias_EN.data_ptr(), int(bias_EN.dtype == torch.bfloat16),
+        table.starts_E1.data_ptr(), table.tiles_E1.data_ptr(), table.expert_M.data_ptr(),
+        table.max_tiles, *matrix.shape,
+    )  # fmt: skip
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _stream() -> int:
+    return torch.cuda.current_stream().cuda_stream
