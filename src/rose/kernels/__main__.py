@@ -1,5 +1,6 @@
-"""`python -m rose.kernels list | explain | check | bench | sanitize`: what exists, what would run, is it right, is it
-fast, does it touch memory that is not its own."""
+"""`python -m rose.kernels list | explain | check | bench | sanitize | aot`: what exists, what would run, is it right,
+is it fast, does it touch memory that is not its own, does it compile for Hopper where there is no GPU.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from rose.utils.errors import RoseError
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m rose.kernels") -> int:
     """Run one verb; return 1 where a check failed. `argv` None: the arguments of the process."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)
-    parser.add_argument("verb", choices=["list", "explain", "check", "bench", "sanitize"])
+    verbs = ["list", "explain", "check", "bench", "sanitize", "aot"]
+    parser.add_argument("verb", choices=verbs)
     parser.add_argument("operations", nargs="*", help="operation names; all if none")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--only", metavar="NAME", help="one implementation")
@@ -46,6 +48,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m rose.kerne
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="check, bench: append JSON lines to FILE"
     )
+    parser.add_argument("--cache", type=Path, metavar="DIR", help="aot: where results are kept")
     arguments = parser.parse_args(argv)
     try:
         return globals()[f"_{arguments.verb}"](arguments)
@@ -132,6 +135,26 @@ def _bench(arguments: argparse.Namespace) -> int:
             with arguments.json.open("a") as file:
                 file.write(json.dumps(line) + "\n")
     return 1 if failed else 0
+
+
+def _aot(arguments: argparse.Namespace) -> int:
+    from rose.kernels import aot
+
+    wrong: list[str] = []
+    for name in arguments.operations or registry.operation_names():
+        compiled = aot.compile_operation(
+            name, cache=arguments.cache or aot.default_cache(), say=_say
+        )
+        for c in compiled:
+            _say(
+                f"{c.name}: {c.registers} registers, {c.spill_bytes} bytes spilled, {c.shared_bytes} bytes shared"
+                + (f", {' '.join(c.matrix_instructions)}" if c.matrix_instructions else "")
+            )
+        wrong += aot.problems(name, compiled)
+    for text in wrong:
+        _say(f"problem: {text}")
+    _say(f"{len(wrong)} problems")
+    return 1 if wrong else 0
 
 
 def _say(text: str) -> None:

@@ -54,6 +54,14 @@ WIDE_WINDOW_VARIANT = 8
 MAX_WINDOW = 129
 """The widest that WINDOW_VARIANT serves: kMaxWindow of items.cuh. Others get WIDE_WINDOW_VARIANT."""
 
+SPILLS = {
+    "ConfigILi13E": (
+        4,
+        "one register; with it the fastest of the variants timed, docs/performance.md",
+    )
+}
+"""For `python -m rose.kernels aot`: bytes and reason, by a part of the kernel's name."""
+
 BOUND = (FULL_VARIANT, WINDOW_VARIANT, WIDE_WINDOW_VARIANT)
 SOURCE = Path(__file__).with_name("kernel_sm90.cu")
 CALL = Struct("@8P2q9if")

@@ -22,6 +22,13 @@ from rose.kernels.registry import Band, Implementation, Sizes, register
 from rose.kernels.weights import ExpertWeights
 
 LIBRARY = PrefillLibrary()
+SPILLS = {
+    "ELi2EEE": (
+        8,
+        "256-column cluster kernels keep two integers of the schedule, read once per tile",
+    )
+}
+"""For `python -m rose.kernels aot`: bytes and reason, by a part of the kernel's name."""
 COPY_MAX_EXPERTS = 64
 """Up to here a layer's FP8 copy is kept beside MXFP4: 20b (32 experts) 10 + 19 GB; 120b would need 180 GB."""
 

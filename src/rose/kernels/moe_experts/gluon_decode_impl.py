@@ -23,6 +23,13 @@ BY_PAIR, BY_LEADER, BY_EXPERT, SORTED = (
     mode.value for mode in (device.BY_PAIR, device.BY_LEADER, device.BY_EXPERT, device.SORTED)
 )
 MAX_TOKENS = 512
+SPILLS = {
+    "down_kernel": (
+        8,
+        "two registers of 254 at 32 tokens a pass; not yet timed against smaller tiles",
+    )
+}
+"""For `python -m rose.kernels aot`: bytes and reason."""
 _COMBINE_BLOCK = 1024
 
 
