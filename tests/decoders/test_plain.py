@@ -7,7 +7,8 @@ import pytest
 from fakes.graphs import use_eager_graphs
 from fakes.model import FakeModel, expected_output
 from rose.config.cache import CacheConfig
-from rose.config.engine import EngineConfig
+from rose.config.engine import EngineConfig, KernelsConfig
+from rose.config.parallel import ParallelConfig
 from rose.config.scheduler import SchedulerConfig
 from rose.decoders.base import step
 from rose.decoders.registry import find_decoder
@@ -15,22 +16,23 @@ from rose.engine.engine import LLMEngine
 from rose.engine.sequence import Sequence
 from rose.protocol.request import Request
 from rose.protocol.sampling_params import SamplingParams
-from rose.utils.errors import ConfigError
+from rose.utils.errors import ConfigError, ContractError
 
 GREEDY = SamplingParams(temperature=0, seed=0)
 
 
-def _engine(**changes):
-    return LLMEngine.from_model(
-        FakeModel(),
-        EngineConfig(
-            model="fake",
-            device="cpu",
-            cache=CacheConfig(page_tokens=16, kv_tokens=512),
-            scheduler=SchedulerConfig(max_step_tokens=32, max_mixed_tokens=32, max_sequences=8),
-        ),
+def _config(**changes):
+    return EngineConfig(
+        model="fake",
+        device="cpu",
+        cache=CacheConfig(page_tokens=16, kv_tokens=512),
+        scheduler=SchedulerConfig(max_step_tokens=32, max_mixed_tokens=32, max_sequences=8),
         **changes,
     )
+
+
+def _engine(**changes):
+    return LLMEngine.from_model(FakeModel(), _config(), **changes)
 
 
 def _request(name, prompt, max_tokens=20, sampling=GREEDY):
@@ -87,3 +89,27 @@ def test_padding_rows_change_nothing(is_overlapped):
 def test_an_unknown_decoder_is_refused_with_the_known_names():
     with pytest.raises(ConfigError, match="decoder='magic' is not known; allowed: plain"):
         find_decoder("magic")
+
+
+def test_checked_calls_give_the_same_tokens_and_find_a_broken_call():
+    config = _config(kernels=KernelsConfig(check_calls=True))
+    engine = LLMEngine.from_model(FakeModel(), config)
+    [output] = engine.generate([_request("a", [5, 6, 7])])
+    assert output.token_ids == expected_output([5, 6, 7], 20)
+    tables = engine.decoder.runner.tables
+    tables.last_tokens_R = tables.last_tokens_R[:-1]
+    with pytest.raises(ContractError, match="R is"):
+        engine.generate([_request("b", [5, 6, 7])])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context_tokens": 513}, "context_tokens=513; the model takes 512"),
+        ({"context_tokens": 0}, "context_tokens=0"),
+        ({"parallel": ParallelConfig(tp=2)}, "tp=2, ep=1, dp=1 were asked for"),
+    ],
+)
+def test_a_model_made_elsewhere_is_held_to_the_limits_too(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        LLMEngine.from_model(FakeModel(), _config(**changes))

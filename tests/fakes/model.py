@@ -52,6 +52,8 @@ def kind_of(window):
 class FakeModel:
     """See the module."""
 
+    weight_bytes = 0
+
     def __init__(self, config=None, num_head_columns=None):
         self.config = config or fake_config()
         self.num_head_columns = num_head_columns or self.config.vocab_size

@@ -6,10 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from rose.config.engine import KernelsConfig
+from rose.config.quant import QuantConfig
 from rose.kernels import registry
 from rose.kernels.formats import plain
 from rose.kernels.registry import REGIMES, Band, Implementation, Operation, Regime
 from rose.kernels.weights import LinearWeights
+from rose.layers.build import LayerBuild
 from rose.utils.device import CPU, DeviceFacts
 from rose.utils.errors import ContractError
 
@@ -226,3 +229,13 @@ def test_a_real_binding_on_a_cpu_takes_only_what_runs_there():
     assert {i.name for i in bound.table.values()} == {"torch"}
     with pytest.raises(ContractError, match="64 query heads are no multiple of 7 kv heads"):
         registry.bind("attention_prefill", formats=formats, sizes={**sizes, "G": 7})
+
+
+def test_an_override_of_an_operation_that_does_not_exist_is_refused():
+    with pytest.raises(
+        ContractError, match=r"names gem; known operations: .*gemm.*; change kernels.only"
+    ):
+        LayerBuild(
+            quant=QuantConfig(activations="float32", kv="float32"),
+            kernels=KernelsConfig(only={"gem": "torch", "gemm": "torch"}),
+        )

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from rose.utils.errors import ConfigError
 
+ACTIVATION_FORMATS = ("auto", "bf16", "float32", "float64")
+"""Of activations and KV; float64 is for tests."""
 WEIGHT_FORMATS = ("auto", "mxfp4", "bf16", "fp8_block", "fp8_block_all", "float32")
 
 
@@ -29,9 +31,10 @@ class QuantConfig:
                 "change quant.weights"
             )
         for name, value in (("activations", self.activations), ("kv", self.kv)):
-            if value not in ("auto", "bf16", "float32", "float64"):
+            if value not in ACTIVATION_FORMATS:
                 problems.append(
-                    f"{name}={value!r}; allowed: auto, bf16, float32; change quant.{name}"
+                    f"{name}={value!r} is not a format; allowed: {', '.join(ACTIVATION_FORMATS)}; "
+                    f"change quant.{name}"
                 )
         if problems:
             raise ConfigError(problems)

@@ -23,8 +23,6 @@ class BuiltDecoder:
     config: EngineConfig
     """Resolved."""
     assembly: Assembly
-    context_tokens: int
-    """Limit of the model and the configuration, whatever KV can hold."""
     vocab_size: int
 
     def lines(self) -> list[str]:
@@ -59,15 +57,13 @@ def build_decoder(
     """
     build = find_decoder(config.decoding.decoder)
     assembly = assemble(model, config, device, report)
-    sampler = Sampler.build(model.config.vocab_size, device, only=config.kernels.only)
+    sampler = Sampler.build(model.config.vocab_size, device, kernels=config.kernels)
     decoder = build(config, assembly.runner, sampler, assembly.memory.context_tokens)
     decoder.warm_up(report)
-    limit = config.context_tokens or model.config.context_tokens
     return BuiltDecoder(
         decoder=decoder,
         config=config,
         assembly=assembly,
-        context_tokens=min(limit, model.config.context_tokens),
         vocab_size=model.config.vocab_size,
     )
 

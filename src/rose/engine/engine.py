@@ -127,7 +127,7 @@ class LLMEngine:
         table = PageTable(built.assembly.layout, built.assembly.memory.num_pages)
         limits = EngineLimits(
             model=built.config.model,
-            context_tokens=built.context_tokens,
+            context_tokens=built.assembly.context_tokens,
             vocab_size=built.vocab_size,
         )
         return cls(

@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -200,6 +200,19 @@ def operation_names() -> list[str]:
     """Return the names of all kernel folders."""
     root = Path(__file__).parent
     return sorted(p.parent.name for p in root.glob("*/contract.py"))
+
+
+def require_operations(names: Iterable[str]) -> None:
+    """Refuse names that no kernel folder has.
+
+    Raises  ContractError listing every one and the known names.
+    """
+    known = operation_names()
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ContractError(
+            f"kernels.only names {', '.join(unknown)}; known operations: {', '.join(known)}; change kernels.only"
+        )
 
 
 def load(name: str) -> Operation:

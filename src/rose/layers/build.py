@@ -30,12 +30,16 @@ class LayerBuild:
         device: DeviceFacts = CPU,
         kernels: KernelsConfig | None = None,
     ) -> None:
-        """Take a resolved `quant`: nothing in it is "auto"."""
+        """Take a resolved `quant`: nothing in it is "auto".
+
+        Raises  ContractError where `kernels.only` names an operation that does not exist.
+        """
         assert "auto" not in (quant.activations, quant.kv), "quant must be resolved first"
         self.quant = quant
         self.group = group or SingleGroup()
         self.device = device
         self.kernels = kernels or KernelsConfig()
+        registry.require_operations(self.kernels.only)
         self.weight_bytes = 0
         """Held by all layers built so far, relayouts included."""
         self._table: dict[tuple[str, str, str], None] = {}

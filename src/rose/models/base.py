@@ -15,6 +15,11 @@ class CausalLM(Protocol):
 
     config: ModelConfig
 
+    @property
+    def weight_bytes(self) -> int:
+        """Return the bytes of weights on this rank's device, relayouts included."""
+        ...
+
     def forward(self, token_ids_T: Tensor, context: ForwardContext) -> Tensor:
         """Return the final hidden states [T, D] after the last norm; writes the new KV into its pages."""
         ...

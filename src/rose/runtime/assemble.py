@@ -11,6 +11,7 @@ from rose.cache.layout import CacheLayout
 from rose.config.engine import EngineConfig
 from rose.models.base import CausalLM
 from rose.runtime.inputs import DeviceTables
+from rose.runtime.limits import context_limit, require_one_device
 from rose.runtime.memory import MemoryPlan, MemoryUse, graph_bytes, plan_memory
 from rose.runtime.runner import ModelRunner, allocate_kv
 from rose.runtime.warm_up import prompt_step
@@ -31,6 +32,8 @@ class Assembly:
     runner: ModelRunner
     layout: CacheLayout
     memory: MemoryPlan
+    context_tokens: int
+    """Limit of the model and the configuration, whatever KV can hold."""
 
 
 def assemble(
@@ -39,21 +42,20 @@ def assemble(
     """Build runner, device tables and KV cache for a model whose parameters are on the device.
 
     Units    config is resolved
-    Raises   ConfigError where context or memory do not allow it
+    Raises   ConfigError where parallel sizes, context or memory do not allow it
     """
     layout = CacheLayout.of(
         model.config, config.cache, kv_format=config.quant.kv, tp=config.parallel.tp
     )
-    context_tokens = min(
-        config.context_tokens or model.config.context_tokens, model.config.context_tokens
-    )
+    require_one_device(config.parallel)
+    context_tokens = context_limit(config, model.config)
     tables = DeviceTables(
         layout,
         num_slots=config.scheduler.max_sequences,
         context_tokens=context_tokens,
         max_step_tokens=config.scheduler.max_step_tokens,
         device=device,
-        only=config.kernels.only,
+        kernels=config.kernels,
     )
     runner = ModelRunner(model, tables, [])
     use = MemoryUse()
@@ -70,7 +72,14 @@ def assemble(
         is_context_asked=config.context_tokens is not None,
     )
     runner.kv_pages = allocate_kv(layout, memory.num_pages, tables.device)
-    return Assembly(config=config, device=device, runner=runner, layout=layout, memory=memory)
+    return Assembly(
+        config=config,
+        device=device,
+        runner=runner,
+        layout=layout,
+        memory=memory,
+        context_tokens=context_tokens,
+    )
 
 
 def _measure(

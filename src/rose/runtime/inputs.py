@@ -7,7 +7,6 @@ A step with prompts in it sends all it needs in one copy. Knows neither models n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rose.cache.layout import CacheLayout
+from rose.config.engine import KernelsConfig
 from rose.kernels.registry import REGIMES, bind
 from rose.layers.context import ForwardContext, KindContext
 from rose.runtime.plan import PlanEntry, StepPlan
@@ -58,8 +58,9 @@ class DeviceTables:
         context_tokens: int,
         max_step_tokens: int,
         device: DeviceFacts,
-        only: Mapping[str, str] | None = None,
+        kernels: KernelsConfig | None = None,
     ) -> None:
+        kernels = kernels or KernelsConfig()
         self.layout = layout
         self.device = torch.device(device.kind)
         self.padding_slot = num_slots
@@ -73,7 +74,8 @@ class DeviceTables:
             sizes={"K": num_kinds},
             device=device,
             regimes=tuple(r for r in REGIMES if r.phase == "decode"),
-            only=only,
+            only=kernels.only,
+            check_calls=kernels.check_calls,
         )
         self._num_columns = ceil_div(context_tokens, layout.page_tokens)
         self.pages_KRP = torch.full(

@@ -9,8 +9,9 @@ from rose.config.engine import EngineConfig
 from rose.layers.build import LayerBuild
 from rose.models.base import CausalLM
 from rose.models.registry import ModelEntry, entry
+from rose.runtime.limits import context_limit, require_one_device
 from rose.utils.device import DeviceFacts
-from rose.utils.errors import CheckpointError, ConfigError
+from rose.utils.errors import CheckpointError
 from rose.weights.loader import Progress
 from rose.weights.reader import config_path, read_json
 
@@ -28,18 +29,8 @@ def load_model(
     weights = model_entry.weights
     model_config = weights.read_config(folder)
     resolved = config.resolve(device, checkpoint_format=weights.checkpoint_format(folder))
-    if resolved.parallel.tp * resolved.parallel.ep * resolved.parallel.dp != 1:
-        raise ConfigError(
-            f"parallel sizes tp={resolved.parallel.tp}, ep={resolved.parallel.ep}, dp={resolved.parallel.dp} were "
-            "asked for; this engine runs on one device; allowed: 1 each; change parallel"
-        )
-    asked = resolved.context_tokens
-    if asked is not None and not 1 <= asked <= model_config.context_tokens:
-        raise ConfigError(
-            f"context_tokens={asked}; the model takes {model_config.context_tokens}; allowed: 1 to that; "
-            "change context_tokens"
-        )
-
+    require_one_device(resolved.parallel)
+    context_limit(resolved, model_config)
     report(f"loading weights of {folder}")
     parameters = weights.load(
         folder, model_config, resolved.quant, device=device.kind, progress=_progress(report)
@@ -50,7 +41,7 @@ def load_model(
         parameters,
         build=LayerBuild(quant=resolved.quant, device=device, kernels=resolved.kernels),
         page_tokens=resolved.cache.page_tokens,
-        num_positions=asked,
+        num_positions=resolved.context_tokens,
     )
     return model, resolved
 

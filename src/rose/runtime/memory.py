@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rose.cache.layout import CacheLayout
 from rose.config.cache import CacheConfig
@@ -177,12 +177,4 @@ def _with_lines(
             f"longest sequence {plan.context_tokens} tokens: the model takes {context_tokens}, "
             "the KV cache is smaller"
         )
-    return MemoryPlan(
-        num_pages=plan.num_pages,
-        kv_tokens=plan.kv_tokens,
-        kv_bytes=plan.kv_bytes,
-        context_tokens=plan.context_tokens,
-        use=use,
-        budget_bytes=plan.budget_bytes,
-        lines=tuple(lines),
-    )
+    return replace(plan, lines=tuple(lines))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
+from rose.config.engine import KernelsConfig
 from rose.kernels.registry import BoundOperation, bind
 from rose.sampling.batch import SamplingBatch
 from rose.utils.device import DeviceFacts
@@ -21,15 +20,17 @@ class Sampler:
 
     @classmethod
     def build(
-        cls, vocab_size: int, device: DeviceFacts, *, only: Mapping[str, str] | None = None
+        cls, vocab_size: int, device: DeviceFacts, *, kernels: KernelsConfig | None = None
     ) -> Sampler:
         """Bind the operation for float32 logits of a vocabulary."""
+        kernels = kernels or KernelsConfig()
         operation = bind(
             "sample",
             formats={"logits": "float32"},
             sizes={"V": vocab_size},
             device=device,
-            only=only,
+            only=kernels.only,
+            check_calls=kernels.check_calls,
         )
         return cls(operation, vocab_size)
 

@@ -121,7 +121,7 @@ def load(config: EngineConfig, report: Callable[[str], None]) -> LLMEngine:
     Raises  ConfigError, CheckpointError
     """
     engine = LLMEngine.from_config(config, report=report)
-    weight_bytes = getattr(engine.model, "weight_bytes", ONE_THREAD_BYTES)
+    weight_bytes = engine.model.weight_bytes
     if detect(config.device).kind == "cpu" and weight_bytes < ONE_THREAD_BYTES:
         torch.set_num_threads(1)
         _logger.info("a model of %.1f MB on a CPU: one thread", weight_bytes / 1e6)
