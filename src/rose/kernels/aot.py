@@ -68,11 +68,11 @@ def problems(name: str, compiled: list[Compiled]) -> list[str]:
     """Return what is wrong with an operation's kernels; an empty list is the aim."""
     allowed = stated_spills(name)
     found = [p for c in compiled for p in c.problems(allowed)]
-    built = {c.implementation for c in compiled}
+    modules = "".join(path.read_text() for path in _folder(name).glob("*.py"))
     found += [
-        f"{source.name} of {name} belongs to no CudaLibrary that an implementation holds"
+        f"{source.name} of {name} is named by no module of its folder; remove it"
         for source in _folder(name).glob("*.cu")
-        if source.name not in built
+        if source.name not in modules
     ]
     return found
 
@@ -87,7 +87,10 @@ def stated_spills(name: str) -> dict[str, tuple[int, str]]:
 
 
 def cuda_libraries(name: str) -> list[CudaLibrary]:
-    """Return the CUDA libraries that the modules of a kernel folder hold, alone or as `.library` of an object."""
+    """Return the CUDA libraries that the loaded modules of a folder hold, alone or as `.library` of an object.
+
+    A source that no implementation has loaded is still being worked on, and is not among them.
+    """
     found: dict[str, CudaLibrary] = {}
     for module_name, module in sorted(sys.modules.items()):
         if not module_name.startswith(f"rose.kernels.{name}."):
