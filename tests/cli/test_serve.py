@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import pytest
@@ -115,3 +116,24 @@ def test_without_an_embedded_model_a_folder_is_asked_for(monkeypatch, tmp_path):
     monkeypatch.setattr(cli_serve, "EMBEDDED_MODEL", tmp_path / "none")
     with pytest.raises(ConfigError, match="give the folder"):
         cli_serve.model_launch(None, {}, FrontendConfig(), log_level="INFO")
+
+
+def test_a_folder_that_holds_no_model_is_refused_before_anything_starts(tmp_path, capsys):
+    assert cli_main.run(["serve", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: model '{tmp_path}': found no config.json there")
+    assert "listening" not in error
+
+
+def test_without_torch_serve_names_the_extra_before_anything_starts(monkeypatch, capsys):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        cli_serve.importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "torch" else find_spec(name, *rest),
+    )
+    assert cli_main.run(["serve"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: this command needs torch")
+    assert "rose-engine[engine]" in error
+    assert "listening" not in error

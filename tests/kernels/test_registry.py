@@ -9,6 +9,7 @@ from torch import Tensor
 from rose.config.engine import KernelsConfig
 from rose.config.quant import QuantConfig
 from rose.kernels import registry
+from rose.kernels.__main__ import main as kernels_main
 from rose.kernels.formats import plain
 from rose.kernels.registry import REGIMES, Band, Implementation, Operation, Regime
 from rose.kernels.weights import LinearWeights
@@ -239,3 +240,19 @@ def test_an_override_of_an_operation_that_does_not_exist_is_refused():
             quant=QuantConfig(activations="float32", kv="float32"),
             kernels=KernelsConfig(only={"gem": "torch", "gemm": "torch"}),
         )
+
+
+def test_explain_and_list_answer_an_unknown_operation_with_the_known_ones(capsys):
+    for verb in ("explain", "list"):
+        assert kernels_main([verb, "rmsnorm"]) == 2
+        assert (
+            "error: operation 'rmsnorm' is not known; known: attention" in capsys.readouterr().err
+        )
+
+
+def test_list_shows_what_is_left_out_and_why(monkeypatch, capsys):
+    registry.load("rms_norm")
+    monkeypatch.setitem(registry._absent, "rms_norm", ["x_impl: x is not installed"])
+    assert kernels_main(["list", "rms_norm"]) == 0
+    [line] = [x for x in capsys.readouterr().out.splitlines() if "x_impl" in x]
+    assert line.split(maxsplit=4) == ["rms_norm", "x_impl", "left", "out", "x is not installed"]

@@ -88,7 +88,7 @@ def bench() -> None:
     """Measure this machine; every line tells how to repeat it."""
 
 
-@bench.command()
+@bench.command(short_help="Time to the first token of an unseen prompt.")
 @_list("--tokens", "8192,32768,65536,128000", "Prompt lengths.")
 @_number("--prompts", 1, "Prompts given at once.")
 @_number("--repeats", 3, "Samples per length, after one warm-up of a single prompt.")
@@ -101,7 +101,7 @@ def prefill(tokens: list[int], prompts: int, repeats: int, **options: Any) -> No
     run_prefill(tokens=tokens, num_prompts=prompts, repeats=repeats, **options)
 
 
-@bench.command()
+@bench.command(short_help="Time per step with the whole batch decoding.")
 @_list("--batches", "1,2,4,8,16,32,64,128", "Sequences that decode.")
 @_list("--context", "8192,32768", "Tokens of each prompt.")
 @_engine
@@ -113,7 +113,7 @@ def decode(batches: list[int], context: list[int], **options: Any) -> None:
     run_latency(tokens=[], batches=batches, contexts=context, repeats=0, **options)
 
 
-@bench.command()
+@bench.command(short_help="Prefill and decode on one engine: the score table.")
 @_list("--tokens", "8192,32768,65536,128000", "Prompt lengths.")
 @_list("--batches", "1,8,32,128", "Sequences that decode.")
 @_list("--context", "8192", "Tokens of each prompt that decodes.")
@@ -129,7 +129,7 @@ def latency(
     run_latency(tokens=tokens, batches=batches, contexts=context, repeats=repeats, **options)
 
 
-@bench.command()
+@bench.command(short_help="Closed loop of requests: throughput and times.")
 @_list("--input-tokens", "1024,8192", "Prompt lengths.")
 @_number("--output-tokens", 1024, "Tokens that each request generates.", least=2)
 @_list("--in-flight", "1,2,4,8,16,32,64,128,256", "Requests that are always running or waiting.")
@@ -154,7 +154,7 @@ def load(
     )
 
 
-@bench.command()
+@bench.command(short_help="Token gaps while a long prompt enters.")
 @_number("--batch", 32, "Sequences that decode.")
 @_number("--context", 1024, "Tokens of their prompts.")
 @_number("--prompt-tokens", 32768, "The prompt that enters.")
@@ -167,7 +167,7 @@ def mixed(batch: int, context: int, prompt_tokens: int, repeats: int, **options:
     run_mixed(batch=batch, context=context, prompt_tokens=prompt_tokens, repeats=repeats, **options)
 
 
-@bench.command()
+@bench.command(short_help="Time from a process's start to its first token.")
 @click.option(
     "--cached/--fresh",
     "is_cached",

@@ -154,11 +154,13 @@ def _wait_ready(url: str, process: subprocess.Popen, log: Any) -> None:
             pass
         time.sleep(0.1)
     log.seek(0)
-    said = "\n".join(log.read().splitlines()[-15:])
-    found = "is still not ready" if process.poll() is None else f"ended with {process.returncode}"
-    raise ServerError(
-        f"the server {found} after {START_SECONDS:.0f} s at most; its last lines:\n{said}"
-    )
+    # The command line puts "error: " before each line; the server has done so already.
+    said = "\n".join(line.removeprefix("error: ") for line in log.read().splitlines()[-15:])
+    if process.poll() is None:
+        found = f"was still not ready after {START_SECONDS:.0f} s"
+    else:
+        found = f"ended with exit code {process.returncode} before it was ready"
+    raise ServerError(f"the server {found}; its last lines:\n{said}")
 
 
 def _free_port() -> int:

@@ -64,7 +64,8 @@ def _devices() -> dict[str, str]:
     import torch
 
     if not torch.cuda.is_available():
-        return {"cuda": f"none usable (torch built for CUDA {torch.version.cuda})"}
+        build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
+        return {"cuda": f"none usable (torch is built for {build})"}
     found = {}
     for place in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(place)

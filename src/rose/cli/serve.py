@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,8 @@ class Launch:
     model_folder: Path | None
     """Where the tokenizer is; None: the published vocabulary."""
     model_names: tuple[str, ...]
+    runs_model: bool = False
+    """The engine needs torch, and a checkpoint in `model_folder`."""
 
 
 @click.command()
@@ -78,6 +81,7 @@ def model_launch(
         command=lambda address, _: engine_command(config, address, log_level=log_level),
         model_folder=folder,
         model_names=frontend.served_model_name or (folder.resolve().name,),
+        runs_model=True,
     )
 
 
@@ -119,6 +123,8 @@ def run(launch: Launch, config: FrontendConfig) -> int:
     """Start both services, serve until a signal or the engine's death, return the exit code."""
     from rose.frontend.main import new_event_loop
 
+    if launch.runs_model and launch.model_folder is not None:
+        _check_engine_can_start(launch.model_folder)
     announcer = Announcer()
     try:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
@@ -186,6 +192,18 @@ def _model_folder(model: str | None) -> Path:
             "(nothing is downloaded); see rose inspect"
         )
     return folder
+
+
+def _check_engine_can_start(folder: Path) -> None:
+    """Say here, in one line, what the engine's process could only end with."""
+    if importlib.util.find_spec("torch") is None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+    places = [folder, folder / "original"]
+    if not any((place / "config.json").is_file() for place in places):
+        raise ConfigError(
+            f"model {str(folder)!r}: found no config.json there; needed: the folder of a gpt-oss checkpoint, with "
+            "config.json and *.safetensors; check the path, or write a made-up one with rose synth"
+        )
 
 
 def _checked_level(level: str) -> str:

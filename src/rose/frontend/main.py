@@ -139,7 +139,9 @@ class Frontend:
             if server.should_exit:
                 server.force_exit = True
                 return
-            self._announce("stopping", f"waiting for {client.num_open} answers")
+            num_open = client.num_open
+            answers = "no answer is open" if num_open == 0 else f"open answers: {num_open}"
+            self._announce("stopping", answers)
             server.should_exit = True
             loop.call_later(
                 self._config.shutdown_timeout_s, client.fail_open, "the server is shutting down"

@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m rose.kerne
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     verbs = ["list", "explain", "check", "bench", "sanitize", "aot"]
     parser.add_argument("verb", choices=verbs)
-    parser.add_argument("operations", nargs="*", help="operation names; all if none")
+    parser.add_argument("operations", nargs="*", default=[], help="operation names; all if none")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--only", metavar="NAME", help="one implementation")
     parser.add_argument("--case", metavar="NAME", help="check, bench: one case")
@@ -61,12 +61,15 @@ def _list(arguments: argparse.Namespace) -> int:
     for name in arguments.operations or registry.operation_names():
         for i in registry.implementations(name):
             _say(f"{name:20} {i.name:24} {i.band.name.lower():12} {i.device:5} {i.note}")
+        for file, why in registry.left_out(name):
+            _say(f"{name:20} {file:24} {'left out':12} {'':5} {why}")
     return 0
 
 
 def _explain(arguments: argparse.Namespace) -> int:
     device = detect(arguments.device)
     for name in arguments.operations or registry.operation_names():
+        registry.load(name)  # an unknown name is told with the known ones
         case = cases_module(name).CASES[0]
         _say(f"{name} on {device.name}, formats {dict(case.formats)}, sizes {dict(case.sizes)}")
         for regime, implementation, why in registry.explain(

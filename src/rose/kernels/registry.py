@@ -265,6 +265,12 @@ def implementations(name: str) -> list[Implementation]:
     return sorted(_implementations[name].values(), key=lambda i: (-i.band, i.name))
 
 
+def left_out(name: str) -> list[tuple[str, str]]:
+    """Return the implementation files of an operation that were not imported, each with the reason."""
+    load(name)
+    return [(file, why) for file, _, why in (a.partition(": ") for a in _absent[name])]
+
+
 class BoundOperation:
     """The table of one operation in one model: regime -> implementation, with prepared weights."""
 
@@ -388,5 +394,5 @@ def explain(
                 if not taken:
                     taken, reason = True, f"bound ({implementation.band.name.lower()})"
             lines.append((str(regime), implementation.name, reason))
-        lines += [(str(regime), *a.split(": ", 1)) for a in _absent[name]]
+        lines += [(str(regime), file, why) for file, why in left_out(name)]
     return lines

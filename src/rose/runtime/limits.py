@@ -32,5 +32,5 @@ def require_one_device(parallel: ParallelConfig) -> None:
     if parallel.tp * parallel.ep * parallel.dp != 1:
         raise ConfigError(
             f"parallel sizes tp={parallel.tp}, ep={parallel.ep}, dp={parallel.dp} were asked for; this engine runs "
-            "on one device; allowed: 1 each; change parallel"
+            "on one device; allowed: 1 each; leave out --tp, --ep and --dp"
         )
