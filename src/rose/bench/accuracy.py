@@ -1,6 +1,6 @@
 """The model, with the kernels that serve, against the float32 reference at real shapes and few layers.
 
-Four runs of the same weights and tokens: the reference in float32, the reference in bf16 (what plain PyTorch loses),
+Four runs of the same weights and tokens: the reference in float32, the reference in bf16 with float32 norms and angles,
 the reference in float32 with the experts' inputs rounded as the bound prefill kernel rounds them, and our model.
 Compared are the logits of every position after one prefill, and those of the last tokens decoded one by one.
 """
@@ -73,6 +73,26 @@ def reference_config(config: GptOssConfig) -> reference.ReferenceConfig:
         experts_per_token=config.experts_per_token,
         window_tokens=window,
     )
+
+
+@contextmanager
+def usual_bf16() -> Iterator[None]:
+    """Make the reference keep norms and rotary angles in float32, as published bf16 models do, inside the block."""
+    norm, angles = reference.rms_norm, reference.rotary_angles
+
+    def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        return norm(x_TD.float(), weight_D.float(), eps).to(x_TD.dtype)
+
+    def rotary_angles(
+        config: reference.ReferenceConfig, num_positions: int, dtype: torch.dtype
+    ) -> Tensor:
+        return angles(config, num_positions, torch.float32).to(dtype)
+
+    reference.rms_norm, reference.rotary_angles = rms_norm, rotary_angles
+    try:
+        yield
+    finally:
+        reference.rms_norm, reference.rotary_angles = norm, angles
 
 
 @contextmanager
@@ -169,7 +189,8 @@ def measure(
                 errors["reference_rounded"] = relative(rounded_TV, wanted_TV)
             del exact
             in_bf16 = weights_of(parameters, torch.bfloat16)
-            bf16_TV = reference.forward(names, in_bf16, token_ids_T)
+            with usual_bf16():
+                bf16_TV = reference.forward(names, in_bf16, token_ids_T)
             errors["pytorch_bf16"] = relative(bf16_TV, wanted_TV)
             errors["pytorch_bf16_last_tokens"] = relative(
                 bf16_TV[-num_decoded:], wanted_TV[-num_decoded:]

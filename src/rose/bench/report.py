@@ -123,7 +123,7 @@ def _configurations(results: Results, targets: Targets, model: str) -> list[str]
         parts.append(f"{title}: " + ", ".join(dict.fromkeys(f"`{x[name]}`" for x in lines)))
     experts = [x["distinct_experts"] for x in lines if x["bench"] == "prefill"]
     if experts:
-        parts.append(f"Experts hit per layer by 4096 tokens: {experts[0]:g}")
+        parts.append(f"Experts hit per layer by 256 sequences: {experts[0]:g}")
     commands = "\n".join(f"- `{c}`" for c in dict.fromkeys(x["command"] for x in lines))
     return [". ".join(parts) + ".", f"Measured by\n\n{commands}"]
 
