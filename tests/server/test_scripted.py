@@ -86,7 +86,11 @@ def test_requests_that_cannot_run_are_refused():
     assert _play(engine, _request(max_tokens=8))[0].code == "context_length_exceeded"
     engine.take(_request("a", 5), 0.0)
     assert engine.take(_request("a", 5), 0.0)[0].code == "duplicate_request_id"
-    assert engine.take(_request("b", 5), 0.0)[0].code == "queue_full"
+    full = engine.take(_request("b", 5), 0.0)[0]
+    assert (full.code, full.message) == (
+        "queue_full",
+        "1 requests run, which is the most this scripted engine takes; try again later",
+    )
 
 
 def test_a_query_is_answered_with_the_state():

@@ -1,4 +1,7 @@
-"""Whether the engine can serve a request at all; answered at once, in words for its user."""
+"""Whether an engine can serve a request at all; answered at once, in words for its user.
+
+Knows no queue and no model, so that the scripted engine refuses in the same words.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,21 @@ def refusal(
             "max_tokens, or have the server started with more KV memory (cache.kv_tokens, cache.memory_fraction)",
         )
     return None
+
+
+def duplicate_id(request: Request) -> ErrorEvent:
+    """Return the refusal of a request whose id still runs."""
+    return _error(
+        request,
+        "duplicate_request_id",
+        f"request_id {request.request_id!r} is still running; ids must be unique among running requests; "
+        "choose another",
+    )
+
+
+def queue_full(request: Request, found: str) -> ErrorEvent:
+    """Return the refusal of a request that there is no room for now; `found` says how many there are."""
+    return _error(request, "queue_full", f"{found}; try again later")
 
 
 def _problems(request: Request, vocab_size: int) -> list[str]:

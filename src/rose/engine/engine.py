@@ -18,7 +18,7 @@ from rose.cache.table import PageTable
 from rose.config.engine import EngineConfig
 from rose.decoders.base import Decoder, step
 from rose.decoders.build import BuiltDecoder, build_decoder, load_decoder
-from rose.engine.admission import refusal
+from rose.engine.admission import duplicate_id, queue_full, refusal
 from rose.engine.commit import commit, finished
 from rose.engine.metrics import Counters
 from rose.engine.scheduler import Scheduler
@@ -243,12 +243,7 @@ class LLMEngine:
 
     def _refusal(self, request: Request) -> ErrorEvent | None:
         if request.request_id in self._sequences:
-            return ErrorEvent(
-                request_id=request.request_id,
-                code="duplicate_request_id",
-                message=f"request_id {request.request_id!r} is still running; ids must be unique among running "
-                "requests; choose another",
-            )
+            return duplicate_id(request)
         error = refusal(
             request,
             context_tokens=self.limits.context_tokens,
@@ -256,12 +251,10 @@ class LLMEngine:
             vocab_size=self.limits.vocab_size,
         )
         if error is None and self.scheduler.is_queue_full:
-            waiting = len(self.scheduler.waiting)
-            return ErrorEvent(
-                request_id=request.request_id,
-                code="queue_full",
-                message=f"{waiting} requests are waiting, which is the most this server queues "
-                "(scheduler.max_waiting); try again later",
+            return queue_full(
+                request,
+                f"{len(self.scheduler.waiting)} requests are waiting, which is the most this server queues "
+                "(scheduler.max_waiting)",
             )
         return error
 

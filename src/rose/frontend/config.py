@@ -17,7 +17,7 @@ class FrontendConfig:
     port: int = 8000
     """0 takes a free port and prints it."""
     served_model_name: tuple[str, ...] = ()
-    """Names that requests may give as `model`; the first is the one answers carry. None: the model's folder."""
+    """Names that requests may give as `model`; the first is the one answers carry. None given: the model's folder."""
     formatter: str = "harmony"
     """Prompt format of chat requests."""
     conversation_date: str = "today"

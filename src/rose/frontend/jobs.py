@@ -67,7 +67,6 @@ class JobMaker:
 
         Raises  RequestError where the conversation cannot be rendered or does not fit.
         """
-        self.check_model(request.model)
         conversation = self._conversation(request, body)
         formatter = self._formatters.chat
         prompt = await _encode(formatter, conversation, num_bytes)
@@ -102,7 +101,6 @@ class JobMaker:
 
         Raises  RequestError where a prompt cannot be encoded or does not fit.
         """
-        self.check_model(request.model)
         formatter = self._formatters.text
         asked = COMPLETION_DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens
         prompts, budgets = [], []

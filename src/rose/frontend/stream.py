@@ -46,7 +46,11 @@ class Fold(Protocol):
 
 def sse_lines(chunks: Iterable[Any]) -> bytes:
     """Return chunks as server-sent events; JSON holds no raw line break, so one data line each is right."""
-    return b"".join(b"data: " + encode(chunk) + b"\n\n" for chunk in chunks)
+    return b"".join(_event(encode(chunk)) for chunk in chunks)
+
+
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
 
 
 class AnswerResponse:
@@ -116,7 +120,7 @@ class AnswerResponse:
     async def _fail(self, error: RequestError, send: Send) -> None:
         self._metrics.answered(self._job.endpoint, error.kind.status, "error")
         if self._is_started:
-            body = b"data: " + error_body(error) + b"\n\n" + DONE
+            body = _event(error_body(error)) + DONE
             await self._send_part(send, body, is_last=True)
         else:
             await _send_json(send, error.kind.status, error_body(error), error_headers(error))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from rose.engine.admission import duplicate_id, queue_full, refusal
 from rose.protocol.channel import EngineEndpoint
 from rose.protocol.event import (
     EngineStatus,
@@ -146,18 +147,19 @@ class ScriptedEngine:
         )
 
     def _refusal(self, request: Request) -> ErrorEvent | None:
-        def refuse(code: ErrorCode, message: str) -> ErrorEvent:
-            return ErrorEvent(request_id=request.request_id, code=code, message=message)
-
-        needed = len(request.prompt_token_ids) + request.max_tokens
+        config = self._config
         if request.request_id in self._plays:
-            return refuse("duplicate_request_id", f"request {request.request_id!r} already runs")
-        if len(self._plays) >= self._config.max_running:
-            return refuse("queue_full", f"{len(self._plays)} requests run; try again later")
-        if needed > self._config.context_tokens:
-            limit = self._config.context_tokens
-            return refuse("context_length_exceeded", f"{needed} tokens asked for; allowed: {limit}")
-        return None
+            return duplicate_id(request)
+        error = refusal(
+            request,
+            context_tokens=config.context_tokens,
+            kv_tokens=config.context_tokens,
+            vocab_size=config.vocab_size,
+        )
+        if error is None and len(self._plays) >= config.max_running:
+            found = f"{len(self._plays)} requests run, which is the most this scripted engine takes"
+            return queue_full(request, found)
+        return error
 
     def _advance(self, play: _Play) -> list[FromEngine]:
         if play.num_sent >= play.num_tokens:
@@ -214,7 +216,10 @@ def decode_config(raw: bytes) -> ScriptConfig:
     try:
         return msgspec.json.decode(raw, type=ScriptConfig)
     except msgspec.MsgspecError as error:
-        raise ConfigError(f"the scripted engine's configuration cannot be read: {error}") from error
+        raise ConfigError(
+            f"the scripted engine's configuration cannot be read: {error}; needed: a ScriptConfig as JSON; "
+            "use `rose serve --scripted FILE`"
+        ) from error
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -6,13 +6,13 @@ import sys
 import pytest
 
 from rose.frontend.formatters.base import FormatError
-from rose.frontend.formatters.registry import NAMES, build_formatter
+from rose.frontend.formatters.registry import FORMATTERS, build_formatter
 from rose.frontend.tokenizer import load_tokenizer
 from rose.utils.errors import CheckpointError, ConfigError
 
 
 def test_every_name_builds_its_formatter(o200k):
-    assert [build_formatter(name, o200k).name for name in NAMES] == list(NAMES)
+    assert [build_formatter(name, o200k).name for name in FORMATTERS] == list(FORMATTERS)
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones(o200k):

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from rose.utils.errors import RoseError
+
 FINISH_LENGTH = "length"
 
 
@@ -105,7 +107,7 @@ class Formatter(Protocol):
         ...
 
 
-class FormatError(Exception):
+class FormatError(RoseError):
     """A conversation that cannot be rendered; `param` names the field of the body."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:

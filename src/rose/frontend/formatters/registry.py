@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rose.frontend.formatters.base import Formatter
 from rose.frontend.formatters.harmony.formatter import HarmonyFormatter
 from rose.frontend.formatters.plain import PlainFormatter
@@ -9,7 +11,11 @@ from rose.frontend.formatters.tokens import TokensFormatter
 from rose.frontend.tokenizer import Tokenizer
 from rose.utils.errors import ConfigError
 
-NAMES = ("harmony", "plain", "tokens")
+FORMATTERS: dict[str, Callable[[Tokenizer], Formatter]] = {
+    HarmonyFormatter.name: HarmonyFormatter,
+    PlainFormatter.name: PlainFormatter,
+    TokensFormatter.name: lambda _: TokensFormatter(),
+}
 
 
 def build_formatter(name: str, tokenizer: Tokenizer) -> Formatter:
@@ -17,10 +23,8 @@ def build_formatter(name: str, tokenizer: Tokenizer) -> Formatter:
 
     Raises   ConfigError for an unknown name, CheckpointError when the vocabulary lacks a control token it needs
     """
-    if name == HarmonyFormatter.name:
-        return HarmonyFormatter(tokenizer)
-    if name == PlainFormatter.name:
-        return PlainFormatter(tokenizer)
-    if name == TokensFormatter.name:
-        return TokensFormatter()
-    raise ConfigError(f"formatter {name!r} is not known; allowed: {', '.join(NAMES)}; choose one")
+    if name not in FORMATTERS:
+        raise ConfigError(
+            f"formatter={name!r} is not known; allowed: {', '.join(FORMATTERS)}; change --formatter"
+        )
+    return FORMATTERS[name](tokenizer)
