@@ -38,8 +38,11 @@ train: ## train the embedded model anew
 	@$(PYTHON) tools/bootstrap.py engine
 	@$(VENV)/python training/train_tiny.py
 
-gpu-check: ## every kernel x every case, on a machine with torch, triton and a GPU; installs nothing
-	@$(PYTHON) -m rose.kernels check --device cuda
+# These two install nothing; COMMIT=... where the tree has no .git, SIZES=20b for one model, ONLY="20b start" for
+# the steps with that in their name.
+SIZES ?= 20b,120b
+gpu-check: ## kernels x cases, sanitizers, the model against its reference, on a machine with torch, triton, a GPU
+	@$(PYTHON) tools/gpu.py check --commit "$(COMMIT)" --sizes "$(SIZES)" --only "$(ONLY)"
 
 gpu-bench: ## the tables, likewise
-	@$(PYTHON) -m rose.kernels bench --device cuda --json benchmarks/results/kernels-$$(date +%Y%m%d).jsonl
+	@$(PYTHON) tools/gpu.py bench --commit "$(COMMIT)" --sizes "$(SIZES)" --only "$(ONLY)"

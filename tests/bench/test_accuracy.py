@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from rose.bench.accuracy import measure, run_accuracy
+from rose.bench.accuracy import measure, ratios, run_accuracy
 from rose.bench.build import setup
 from rose.layers.build import LayerBuild
 from rose.models.gpt_oss.model import GptOss
@@ -25,6 +25,17 @@ def test_the_served_model_is_the_reference_in_float32(tmp_path):
     assert errors["decode_after_prefill"] < 1e-5
     assert 1e-4 < errors["pytorch_bf16"] < 0.2
     assert (tmp_path / "r.jsonl").read_text().count("\n") == 1
+
+
+def test_ratios_compare_with_the_reference_that_rounds_as_the_kernels_do():
+    errors = {
+        "pytorch_bf16": 2.0,
+        "pytorch_bf16_last_tokens": 4.0,
+        "prefill": 9.0,
+        "decode_after_prefill": 6.0,
+    }
+    assert ratios(errors) == {"prefill": 4.5, "decode": 1.5}
+    assert ratios({**errors, "prefill_against_rounded": 1.0}) == {"prefill": 0.5, "decode": 1.5}
 
 
 def test_sinks_left_out_are_seen():

@@ -32,6 +32,8 @@ def test_sanitize_runs_small_cases_uncached_and_returns_the_verdict(
     asked = " ".join(words[words.index("check") :])
     assert asked.startswith("check --device cuda --small --toolchain cuda attention_prefill")
     assert asked.endswith("--only cuda --few 3")
+    assert main(["sanitize", "--tool", "racecheck"]) == 3
+    assert (tmp_path / "asked").read_text().split()[1:3] == ["--tool", "racecheck"]
 
 
 def test_absent_sanitizer_is_an_error_with_what_to_do(

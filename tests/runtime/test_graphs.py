@@ -64,7 +64,7 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(is_overlapped):
             only={},
             kv_tokens=8192,
             max_step_tokens=4096,
-            use_graphs=use_graphs,
+            graphs=use_graphs,
         )
         engine = build(bench)
         if not use_graphs:

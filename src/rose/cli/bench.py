@@ -206,14 +206,22 @@ def kernels(operations: tuple[str, ...], **options: Any) -> int:
 @_number("--tokens", 4096, "Tokens of the prompt.")
 @_number("--decoded", 32, "Of them, how many are decoded one by one in the second run.")
 @click.option("--seed", default=0, show_default=True, help="Of the prompt.")
+@click.option(
+    "--most", type=float, help="Fail where an error passes so many times that of PyTorch in bf16."
+)
 @_engine
-def accuracy(tokens: int, decoded: int, seed: int, **options: Any) -> None:
+def accuracy(tokens: int, decoded: int, seed: int, most: float | None, **options: Any) -> int:
     """Errors of the logits against the float32 reference; keep few --layers, the reference expands all weights."""
-    from rose.bench.accuracy import run_accuracy
+    from rose.bench.accuracy import ratios, run_accuracy
 
     line = run_accuracy(tokens=tokens, decoded=decoded, seed=seed, **options)
-    for name, error in line["relative_error_of_logits"].items():
+    errors = line["relative_error_of_logits"]
+    for name, error in errors.items():
         click.echo(f"{name:28} {error:.3e}")
+    found = ratios(errors)
+    for name, ratio in found.items():
+        click.echo(f"{name} over PyTorch in bf16: {ratio:.3f}")
+    return 1 if most is not None and max(found.values()) > most else 0
 
 
 @bench.command()

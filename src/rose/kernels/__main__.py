@@ -16,7 +16,7 @@ from pathlib import Path
 from rose.kernels import registry
 from rose.kernels.bench import bench_all
 from rose.kernels.check import cases_module, check_all
-from rose.kernels.sanitize import sanitizer_command
+from rose.kernels.sanitize import TOOLS, sanitizer_command
 from rose.utils.device import detect
 from rose.utils.errors import RoseError
 
@@ -42,6 +42,9 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m rose.kerne
         "--toolchain",
         choices=registry.TOOLCHAINS,
         help="check, sanitize: only implementations written with it; sanitize without it: cuda",
+    )
+    parser.add_argument(
+        "--tool", default=TOOLS[0], choices=TOOLS, help="sanitize: what to look for"
     )
     parser.add_argument("--small", action="store_true", help="check: leave large cases out")
     parser.add_argument("--seed", type=int, default=0, help="check: seed of the random inputs")
@@ -113,7 +116,9 @@ def _sanitize(arguments: argparse.Namespace) -> int:
     for name in ("only", "case", "few"):
         value = getattr(arguments, name)
         checked += [] if value is None else [f"--{name}", str(value)]
-    command, environment = sanitizer_command(checked, toolchain=arguments.toolchain or "cuda")
+    command, environment = sanitizer_command(
+        checked, toolchain=arguments.toolchain or "cuda", tool=arguments.tool
+    )
     return subprocess.run(command, env={**os.environ, **environment}, check=False).returncode
 
 

@@ -1,4 +1,4 @@
-"""Small cases under NVIDIA's compute-sanitizer, which reports every access outside an allocation."""
+"""Small cases under NVIDIA's compute-sanitizer: accesses outside an allocation, or races in shared memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rose.utils.errors import RoseError
 
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 USUAL = Path("/usr/local/cuda/bin/compute-sanitizer")
 
 
@@ -27,13 +28,13 @@ def find_sanitizer() -> str:
 
 
 def sanitizer_command(
-    checked: Sequence[str], *, toolchain: str
+    checked: Sequence[str], *, toolchain: str, tool: str = "memcheck"
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the command that checks small cases under memcheck, and what its environment adds.
+    """Return the command that checks small cases under one of `TOOLS`, and what its environment adds.
 
-    `checked`: more arguments of `check`. The command fails where a result is wrong or an access is reported.
+    `checked`: more arguments of `check`. The command fails where a result is wrong or the tool reports anything.
     """
     check = ["-m", "rose.kernels", "check", "--device", "cuda", "--small", "--toolchain", toolchain]
-    command = [find_sanitizer(), "--tool", "memcheck", "--error-exitcode", "3", sys.executable]
+    command = [find_sanitizer(), "--tool", tool, "--error-exitcode", "3", sys.executable]
     # Torch's allocator hands out parts of large blocks: what leaves a tensor would stay inside one.
     return [*command, *check, *checked], {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
