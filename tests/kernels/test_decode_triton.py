@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
-
 import pytest
+
+from fakes.interpreter import interpret
 
 pytest.importorskip("triton")
 
@@ -78,22 +74,6 @@ check(cases._case("ties", 5, 200, filters="mixed", is_tied=True), 3)
 check(cases._case("searched", 6, 500, filters="mixed", temperature=None), 4)
 check(cases._case("one", 3, 100, filters="mixed", banned="all_but_one"), 5)
 """
-
-
-def interpret(script: str, *arguments: str) -> None:
-    """Run a script in a process whose Triton interprets: that is decided when triton is imported."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "script.py"
-        path.write_text(script)
-        done = subprocess.run(
-            [sys.executable, str(path), *arguments],
-            env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_projections_agree_with_the_reference() -> None:

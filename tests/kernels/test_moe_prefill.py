@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 import tempfile
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from fakes.interpreter import interpret
 from rose.kernels import registry
 from rose.kernels.build import find_cuobjdump
 
@@ -82,24 +80,6 @@ for case in cases_module("moe_experts").CASES:
         assert outcome.status == "ok", outcome
         print(outcome.case)
 """
-
-
-def interpret(script: str) -> str:
-    """Run a script in a process whose Triton interprets: that is decided when triton is imported."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        # Triton reads the source of kernels, so they have to come from a file.
-        path = Path(folder) / "script.py"
-        path.write_text(script)
-        done = subprocess.run(
-            [sys.executable, str(path)],
-            env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 def test_pairs_are_sorted_stably_with_empty_and_foreign_experts() -> None:
