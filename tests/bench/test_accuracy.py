@@ -8,8 +8,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from rose.bench.accuracy import measure, ratios, run_accuracy
+from rose.bench.accuracy import measure, run_accuracy
 from rose.bench.build import setup
+from rose.bench.ratios import ratios
 from rose.layers.build import LayerBuild
 from rose.models.gpt_oss.model import GptOss
 from rose.models.gpt_oss.synthetic import synthetic_parameters

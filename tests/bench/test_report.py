@@ -117,6 +117,11 @@ def test_load_mixed_and_kernel_lines_have_tables(tmp_path):
     kernel = {"bench": "kernel", "operation": "gemm", "case": "qkv_1", "implementation": "torch",
               "median_us": 12.5, "tflops": 3.0, "tb_per_s": 2.0, "share_of_limit": 0.5, "device": "NVIDIA H200",
               "date": "x"}  # fmt: skip
+    slower = {**kernel, "implementation": "triton", "median_us": 25.0}
+    accuracy = {**LINE, "bench": "accuracy", "layers": 2, "tokens": 4096, "relative_error_of_logits": {
+        "pytorch_bf16": 0.5, "pytorch_bf16_last_tokens": 0.4, "prefill": 0.3, "prefill_against_rounded": 0.25,
+        "decode_after_prefill": 0.1}}  # fmt: skip
+    foreign = {"bench": "kernel", "op": "gemm", "us": 3.0}
     many = {
         **LINE,
         "bench": "prefill_many",
@@ -124,10 +129,13 @@ def test_load_mixed_and_kernel_lines_have_tables(tmp_path):
         "tokens": 8192,
         "tokens_per_s": 154880.0,
     }
-    text = markdown(_read(tmp_path, load, mixed, kernel, many), TARGETS)
+    lines = (load, mixed, slower, kernel, many, accuracy, foreign)
+    text = markdown(_read(tmp_path, *lines), TARGETS)
     assert "| 20b | 1024 / 512 | 8 | 2000 | 50 (90) | 4.00 (7.50) | 0.417 |" in text
     assert "| 20b | 32 x 1024 | 32768 | 6.0 | 0.1 | 123.4 | 1.50 |" in text
-    assert "| gemm | qkv_1 | torch | 12.5 | - | 50% | 3 | 2.00 |" in text
+    assert "| gemm | qkv_1 | torch | 12.5 | - | 50% | 3 | 2.00 | triton 2.0x |" in text
+    assert "| 20b | 2 layers, 4096 tokens | 0.5 | - | 0.3 | 0.25 | 0.1 | 0.50 | 0.25 |" in text
+    assert "1 left aside" in text
     assert "| 20b | 128 x 8192 | 154880 | 77440 | 2.00 |" in text
 
 

@@ -215,15 +215,6 @@ def prefill_rounding(model: GptOss) -> tuple[str, str] | None:
     return None
 
 
-def ratios(errors: dict[str, float]) -> dict[str, float]:
-    """Return our errors over those of PyTorch in bf16, each against the reference that rounds as the kernels do."""
-    prefill = errors.get("prefill_against_rounded", errors["prefill"])
-    return {
-        "prefill": prefill / errors["pytorch_bf16"],
-        "decode": errors["decode_after_prefill"] / errors["pytorch_bf16_last_tokens"],
-    }
-
-
 def run_accuracy(
     *, tokens: int, decoded: int, seed: int, path: Path | None, commit: str | None, **options: Any
 ) -> dict[str, Any]:

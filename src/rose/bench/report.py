@@ -9,10 +9,19 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rose.bench.cost import PRICE, line_cost
+from rose.bench.ratios import ratios
 from rose.bench.results import Line, Results
 from rose.bench.targets import FIELDS, Cell, Targets
 
 MAX_REFUSED = 20
+ERRORS = {
+    "pytorch_bf16": "PyTorch bf16",
+    "reference_rounded": "rounded reference",
+    "prefill": "prefill",
+    "prefill_against_rounded": "prefill against rounded",
+    "decode_after_prefill": "decode",
+}
+"""Names in accuracy lines, and in the table."""
 
 
 def markdown(
@@ -35,6 +44,7 @@ def markdown(
     blocks += _many(results, targets)
     blocks += _mixed(results)
     blocks += _options(results, price)
+    blocks += _accuracy(results)
     blocks += _kernels(results)
     if results.refused:
         shown = results.refused[:MAX_REFUSED]
@@ -105,7 +115,7 @@ def summary(results: Results, targets: Targets) -> str:
     short = num_short(results, targets)
     words = [
         f"{len(targets.cells) - short} of {len(targets.cells)} cells reach their must, {short} are short; "
-        f"{len(results.refused)} lines were not taken."
+        f"{len(results.refused)} lines were not taken, {results.num_aside} left aside."
     ]
     words += [
         f"The cells of {model} come from more than one configuration; one server must reach all of them."
@@ -230,22 +240,53 @@ def _mixed(results: Results) -> list[str]:
     return ["## Decoding while a long prompt enters", table(heads, rows)] if rows else []
 
 
+def _accuracy(results: Results) -> list[str]:
+    rows = []
+    for x in results.others.get("accuracy", []):
+        errors = x["relative_error_of_logits"]
+        rows.append(
+            [
+                x["model"],
+                f"{x['layers']} layers, {x['tokens']} tokens",
+                *(_figure(errors.get(name)) for name in ERRORS),
+                *(f"{ratio:.2f}" for ratio in ratios(errors).values()),
+                f"`{x.get('config', '-')}`",
+            ]
+        )
+    heads = ["model", "run", *ERRORS.values(), "prefill / bf16", "decode / bf16", "configuration"]
+    text = (
+        "Relative errors of the logits. Ratios: prefill against the reference that rounds as its kernels do, "
+        "decode against the plain one, each over PyTorch in bf16; the limit is 1.2."
+    )
+    return ["## Accuracy", text, table(heads, rows)] if rows else []
+
+
 def _kernels(results: Results) -> list[str]:
-    rows = [
-        [
-            x["operation"],
-            x["case"],
-            x["implementation"],
-            f"{x['median_us']:.1f}",
-            _figure(x.get("floor_us")),
-            f"{x['share_of_limit']:.0%}" if "share_of_limit" in x else "-",
-            f"{x['tflops']:.0f}",
-            f"{x['tb_per_s']:.2f}",
-        ]
-        for x in results.others.get("kernel", [])
-        if "H200" in str(x.get("device"))
-    ]
-    heads = ["operation", "case", "implementation", "us", "floor", "share", "TFLOP/s", "TB/s"]
+    """One row for each case: the fastest implementation, and how much slower the others were."""
+    cases: dict[tuple[str, str], list[Line]] = {}
+    for x in results.others.get("kernel", []):
+        if "H200" in x["device"]:
+            cases.setdefault((x["operation"], x["case"]), []).append(x)
+    rows = []
+    for (operation, case), lines in cases.items():
+        best, *others = sorted(lines, key=lambda x: x["median_us"])
+        slower = (
+            f"{x['implementation']} {x['median_us'] / best['median_us']:.1f}x" for x in others
+        )
+        rows.append(
+            [
+                operation,
+                case,
+                best["implementation"],
+                f"{best['median_us']:.1f}",
+                f"{best['floor_us']:.1f}" if "floor_us" in best else "-",
+                f"{best['share_of_limit']:.0%}" if "share_of_limit" in best else "-",
+                f"{best['tflops']:.0f}",
+                f"{best['tb_per_s']:.2f}",
+                ", ".join(slower) or "-",
+            ]
+        )
+    heads = ["operation", "case", "fastest", "us", "floor", "share", "TFLOP/s", "TB/s", "others"]
     return ["## Kernels", table(heads, rows)] if rows else []
 
 

@@ -18,6 +18,7 @@ TABLES = {
     "mixed": ("model", "device", "batch", "context", "prompt_tokens"),
     "prefill_many": ("model", "device", "prompts", "tokens"),
     "kernel": ("operation", "case", "implementation", "device"),
+    "accuracy": ("model", "device", "config", "layers", "tokens"),
 }
 """What tells the lines of the other benches apart."""
 
@@ -34,6 +35,8 @@ class Results:
     """Bench -> newest lines, in the order of their first appearance."""
     refused: list[str] = field(default_factory=list)
     """Where, and why."""
+    num_aside: int = 0
+    """Lines of other tools, and kernels that failed."""
 
 
 def faults(line: Line) -> list[str]:
@@ -64,8 +67,12 @@ def read(paths: Iterable[Path]) -> Results:
             bench = line.get("bench")
             if bench in FIELDS:
                 _take(results, options, place, line)
-            elif bench in TABLES and "error" not in line:
+            elif all(line.get(name) is not None for name in TABLES.get(bench, ("no table",))) and (
+                "error" not in line
+            ):
                 _newest(others.setdefault(bench, {}), tuple(map(line.get, TABLES[bench])), line)
+            else:
+                results.num_aside += 1
     results.options = list(options.values())
     results.others = {bench: list(lines.values()) for bench, lines in others.items()}
     return results

@@ -74,14 +74,15 @@ def start_once(
         ) as child:
             assert child.stdout is not None
             try:
-                line = child.stdout.readline()
+                # Compilers may print, too.
+                line = next((text for text in child.stdout if text.startswith("{")), "")
                 seconds = time.perf_counter() - begin
             except BaseException:
                 child.kill()
                 raise
         errors.seek(0)
         words = errors.read().splitlines()
-    if not line.startswith("{"):
+    if not line:
         if child.returncode == EXIT_REFUSED and words:
             raise RoseError(words[-1])
         last = "\n".join(words[-5:])

@@ -52,6 +52,7 @@ class PromptSource:
 
 def prefill_seconds(engine: LLMEngine, prompts: PromptSource, tokens: int) -> float:
     """Return seconds from submission of a fresh prompt to its first token on the host."""
+    drain(engine)
     request = prompts.request(tokens, 1)
     begin = time.perf_counter()
     engine.add(request)
@@ -102,6 +103,7 @@ def decode_milliseconds(
 
     `trace` is entered for the timed steps alone.
     """
+    drain(engine)
     max_tokens = decode_tokens(engine, batch, context) - context
     requests = [prompts.request(context, max_tokens) for _ in range(batch)]
     preemptions = engine.scheduler.num_preemptions

@@ -212,7 +212,8 @@ def kernels(operations: tuple[str, ...], **options: Any) -> int:
 @_engine
 def accuracy(tokens: int, decoded: int, seed: int, most: float | None, **options: Any) -> int:
     """Errors of the logits against the float32 reference; keep few --layers, the reference expands all weights."""
-    from rose.bench.accuracy import ratios, run_accuracy
+    from rose.bench.accuracy import run_accuracy
+    from rose.bench.ratios import ratios
 
     line = run_accuracy(tokens=tokens, decoded=decoded, seed=seed, **options)
     errors = line["relative_error_of_logits"]

@@ -1,0 +1,12 @@
+"""Our errors beside those of PyTorch in bf16; without torch, for reports."""
+
+from __future__ import annotations
+
+
+def ratios(errors: dict[str, float]) -> dict[str, float]:
+    """Return our errors over those of PyTorch in bf16, each against the reference that rounds as the kernels do."""
+    prefill = errors.get("prefill_against_rounded", errors["prefill"])
+    return {
+        "prefill": prefill / errors["pytorch_bf16"],
+        "decode": errors["decode_after_prefill"] / errors["pytorch_bf16_last_tokens"],
+    }
