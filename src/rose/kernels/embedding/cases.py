@@ -30,6 +30,7 @@ CASES = [
         for t in (1, 128, 8192, 32768)
     ),
     *(_case(f"rows_{t}", t, 300, 64, dtype="float32") for t in (1, 63, 64, 65, 129)),
+    _case("all_gpt_oss_ids", 65, 201088, 16),
     _case("wide", 5, 100, 2880),
     _case("odd_width", 5, 100, 50, dtype="float32"),
     _case("float64", 5, 100, 64, dtype="float64"),

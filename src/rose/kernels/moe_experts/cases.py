@@ -29,16 +29,25 @@ def _case(
     experts_hit: int | None = None,
     foreign: bool = False,
     large_values: bool = False,
+    constants: tuple[float, float] = (1.702, 7.0),
+    weight_sum: float = 1.0,
     **flags: Any,
 ) -> Case:
-    """`experts_hit`: only so many experts are chosen; `foreign`: half of the ids are -1."""
+    """`experts_hit`: only so many experts are chosen; `foreign`: half of the ids are -1; `constants`: alpha and
+    limit of the SwiGLU; `weight_sum`: what the weights of a token add up to."""
     return Case(
         name=name,
         sizes={**sizes, "T": tokens},
         formats={"activation": activation, "weight": weight},
         phase=flags.pop("phase", "decode" if tokens <= 256 else "prefill"),
         rows=tokens,
-        options={"experts_hit": experts_hit, "foreign": foreign, "large_values": large_values},
+        options={
+            "experts_hit": experts_hit,
+            "foreign": foreign,
+            "large_values": large_values,
+            "constants": constants,
+            "weight_sum": weight_sum,
+        },
         **flags,
     )
 
@@ -96,6 +105,28 @@ def _edges() -> list[Case]:
             foreign=True,
             phase="prefill",
         ),
+        # What gpt-oss never has: finds constants that a kernel brings along, and weights normalised once more.
+        _case(
+            "other_constants",
+            20,
+            SMALL,
+            activation="float32",
+            constants=(1.25, 2.0),
+            weight_sum=0.6,
+        ),
+        _case("other_constants_mxfp4", 20, SMALL, constants=(1.25, 2.0), weight_sum=0.6),
+        *(
+            _case(
+                f"other_constants_fp8_{phase}",
+                65,
+                SMALL_RAGGED,
+                weight="fp8_block",
+                constants=(1.25, 2.0),
+                weight_sum=0.6,
+                phase=phase,
+            )
+            for phase in ("decode", "prefill")
+        ),
         _case("20b_skewed", 4096, GPT_OSS_20B, experts_hit=5, large=True),
     ]
     return cases
@@ -126,10 +157,10 @@ def inputs(case: Case, seed: int, device: str) -> dict[str, Any]:
     return {
         "x_TD": normal(tokens, hidden, source=source, dtype=activation, scale=size),
         "expert_ids_TK": ids_TK,
-        "expert_weights_TK": logits_TK.softmax(dim=-1).to(dtype),
+        "expert_weights_TK": (logits_TK.softmax(dim=-1) * case.options["weight_sum"]).to(dtype),
         "weights": weights,
-        "swiglu_alpha": 1.702,
-        "swiglu_limit": 7.0,
+        "swiglu_alpha": case.options["constants"][0],
+        "swiglu_limit": case.options["constants"][1],
         "out_TD": torch.empty(tokens, hidden, dtype=dtype, device=device),
     }
 

@@ -11,15 +11,24 @@ from rose.utils.dtypes import torch_dtype
 
 
 def _case(
-    name: str, tokens: int, hidden: int, *, dtype: str = "bf16", residual: bool = True, **flags: Any
+    name: str,
+    tokens: int,
+    hidden: int,
+    *,
+    dtype: str = "bf16",
+    residual: bool = True,
+    eps: float = 1e-5,
+    size: float = 1.0,
+    **flags: Any,
 ) -> Case:
+    """`size`: standard deviation of x; a third of that of the residual."""
     return Case(
         name=name,
         sizes={"D": hidden, "T": tokens},
         formats={"activation": dtype},
         phase="decode" if tokens <= 512 else "prefill",
         rows=tokens,
-        options={"residual": residual},
+        options={"residual": residual, "eps": eps, "size": size},
         **flags,
     )
 
@@ -31,6 +40,11 @@ CASES = [
     _case("first_layer", 65, 2880, residual=False),
     _case("float32", 33, 2880, dtype="float32"),
     _case("small", 3, 64, dtype="float32"),
+    # Rows so small that eps decides, and an eps that gpt-oss does not have.
+    *(
+        _case(f"small_numbers_{d}", 5, 64, dtype=d, eps=3e-4, size=1e-2)
+        for d in ("float32", "bf16")
+    ),
     _case("odd_width", 5, 200),
 ]
 
@@ -39,16 +53,16 @@ def inputs(case: Case, seed: int, device: str) -> dict[str, Any]:
     """Draw one call."""
     generator = torch.Generator(device).manual_seed(seed)
     dtype = torch_dtype(case.formats["activation"])
-    shape = (case.sizes["T"], case.sizes["D"])
+    shape, size = (case.sizes["T"], case.sizes["D"]), case.options["size"]
 
     def normal(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=generator, device=device)
 
     return {
-        "x_TD": normal(*shape).to(dtype),
+        "x_TD": (size * normal(*shape)).to(dtype),
         "weight_D": 1 + 0.3 * normal(shape[1]),
-        "eps": 1e-5,
-        "residual_TD": (3 * normal(*shape)).to(dtype) if case.options["residual"] else None,
+        "eps": case.options["eps"],
+        "residual_TD": (3 * size * normal(*shape)).to(dtype) if case.options["residual"] else None,
         "out_TD": torch.empty(shape, dtype=dtype, device=device),
     }
 

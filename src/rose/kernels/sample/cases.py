@@ -32,7 +32,7 @@ def _case(
     banned: str = "tail",
     **flags: Any,
 ) -> Case:
-    """`filters`: none, top_k, top_p, min_p or mixed; `temperature` None: a different one per row, some 0;
+    """`filters`: none, top_k, top_p, min_p, mixed or borders; `temperature` None: a different one per row, some 0;
     `is_tied`: logits are small integers; `banned`: none, tail or all_but_one."""
     return Case(
         name=name,
@@ -76,11 +76,40 @@ CASES = [
     _case("temperatures", 64, 400, temperature=None),
     _case("ties_filtered_many", 200, 40, is_tied=True, filters="mixed", large=True),
     _case("ties_filtered", 6, 40, is_tied=True, filters="mixed"),
+    _case("filter_borders", 8, 8, filters="borders", banned="none"),
     _case("all_but_one_banned", 4, 100, banned="all_but_one", filters="mixed", temperature=None),
     _case("nothing_banned", 10, 100, banned="none"),
     _case("bf16", 4, 600, logits="bf16", temperature=None, filters="mixed"),
     _case("one_gpt_oss_row", 1, GPT_OSS_VOCAB, filters="mixed", temperature=None),
 ]
+
+
+_BORDERS = (
+    (2, 1.0, 0.0, 1.0),
+    (3, 1.0, 0.0, 1.0),
+    (0, 0.5, 0.0, 1.0),
+    (0, 0.25, 0.0, 1.0),
+    (2, 0.5, 0.0, 1.0),
+    (4, 0.5, 0.0, 1.0),
+    (0, 1.0, 1.0, 1.0),
+    (0, 1.0, 0.5, 4.0),
+)
+"""top_k, top_p, min_p, temperature of rows whose eight logits are equal: every probability and every sum of them
+is exact, so that the border itself is tried. The last one: all but the first are 1 lower, which min_p = 0.5
+leaves out at temperature 1 and must keep at 4."""
+
+
+def _borders(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Replace logits and filters by rows that lie on the border of a filter."""
+    logits_SV = torch.zeros_like(arguments["logits_SV"])
+    logits_SV[len(_BORDERS) - 1 :: len(_BORDERS), 1:] = -1.0
+    changed = {"logits_SV": logits_SV}
+    names = ("top_k_S", "top_p_S", "min_p_S", "temperature_S")
+    for name, values in zip(names, zip(*_BORDERS, strict=True), strict=True):
+        old = arguments[name]
+        pattern = torch.tensor(values, dtype=old.dtype, device=old.device)
+        changed[name] = pattern.repeat(len(old) // len(pattern))
+    return {**arguments, **changed}
 
 
 def _logits(case: Case, source: torch.Generator) -> Tensor:
@@ -126,15 +155,17 @@ def inputs(case: Case, seed: int, device: str) -> dict[str, Any]:
     else:
         temperature_S = torch.full((rows,), float(temperature), device=device)
     low, high = -(1 << 62), 1 << 62
-    return {
+    filters = case.options["filters"]
+    arguments = {
         "logits_SV": logits_SV,
         "temperature_S": temperature_S,
-        **_filters(case.options["filters"], rows, source),
+        **_filters("none" if filters == "borders" else filters, rows, source),
         "seed_S": torch.randint(low, high, (rows,), generator=source, device=device) * 2,
         "position_S": torch.randint(131072, (rows,), generator=source, device=device),
-        "is_filtered": case.options["filters"] != "none",
+        "is_filtered": filters != "none",
         "tokens_S": torch.empty(rows, dtype=torch.int64, device=device),
     }
+    return _borders(arguments) if filters == "borders" else arguments
 
 
 def tolerance(case: Case) -> Tolerance:
