@@ -69,7 +69,7 @@ def on_cpu(host, monkeypatch):
 
     monkeypatch.setattr(impl, "_gate_up", launcher("launch_gate_up", impl.GATE_UP_TYPES))
     monkeypatch.setattr(impl, "_down", launcher("launch_down", impl.DOWN_TYPES))
-    monkeypatch.setattr(impl, "combine_kernel", Combine())
+    monkeypatch.setattr(impl, "_combine_kernel", Combine)
     monkeypatch.setattr(impl, "num_multiprocessors", lambda _index: 3)
     monkeypatch.setattr(impl, "_stream", lambda _tensor: 0)
 

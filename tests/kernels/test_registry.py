@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -256,3 +259,19 @@ def test_list_shows_what_is_left_out_and_why(monkeypatch, capsys):
     assert kernels_main(["list", "rms_norm"]) == 0
     [line] = [x for x in capsys.readouterr().out.splitlines() if "x_impl" in x]
     assert line.split(maxsplit=4) == ["rms_norm", "x_impl", "left", "out", "x is not installed"]
+
+
+def test_every_operation_loads_and_binds_on_a_machine_without_triton():
+    program = (
+        "import sys, importlib.util as u; find = u.find_spec; sys.modules['triton'] = None\n"
+        "u.find_spec = lambda name, *rest: None if name == 'triton' else find(name, *rest)\n"
+        "from rose.kernels import registry\n"
+        "from rose.kernels.check import cases_module\n"
+        "for name in registry.operation_names():\n"
+        "    case = cases_module(name).CASES[0]\n"
+        "    registry.bind(name, formats=case.formats, sizes=case.sizes)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

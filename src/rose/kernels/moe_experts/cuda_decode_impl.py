@@ -7,16 +7,17 @@ the chosen experts itself. The checkpoint's layout is read as it is, so prefill 
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rose.kernels.build import CudaLibrary
 from rose.kernels.formats import FP8_BLOCK
-from rose.kernels.moe_experts.triton_decode_device import combine_kernel
 from rose.kernels.registry import Band, Implementation, Sizes, register
 from rose.kernels.weights import ExpertWeights
 from rose.utils.math import ceil_div
@@ -145,7 +146,7 @@ def launch(
     down(shape, act_PI, expert_ids_TK, expert_weights_TK, weights, y_PD, counters, out_TD)
     if counters is None:
         options = {"launch_pdl": True} if shape.is_dependent else {}
-        combine_kernel[(ceil_div(hidden, _COMBINE_BLOCK), num_tokens)](
+        _combine_kernel()[(ceil_div(hidden, _COMBINE_BLOCK), num_tokens)](
             y_PD, expert_ids_TK, expert_weights_TK, out_TD,
             K=expert_ids_TK.shape[1], OUT=hidden, BLOCK=_COMBINE_BLOCK, PDL=shape.is_dependent,
             **options,
@@ -194,6 +195,14 @@ def _tail(shape: Launch, x: Tensor, num_tokens: int) -> tuple[int, ...]:
 
 
 @cache
+def _combine_kernel() -> Any:
+    # Imported at the first call: without triton this file is loaded all the same, and refused by `_limits`.
+    from rose.kernels.moe_experts.triton_decode_device import combine_kernel
+
+    return combine_kernel
+
+
+@cache
 def num_multiprocessors(device_index: int) -> int:
     """Return the number of multiprocessors of a device."""
     return torch.cuda.get_device_properties(device_index).multi_processor_count
@@ -208,6 +217,8 @@ def _pointer(tensor: Tensor | None) -> int:
 
 
 def _limits(sizes: Sizes) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed, and the sum over the experts is written in it"
     hidden, inner = sizes["D"], sizes["I"]
     if hidden % 32 or inner % 32:
         return f"D {hidden} and I {inner} must be multiples of 32"
