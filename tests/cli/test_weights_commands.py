@@ -81,7 +81,7 @@ def test_synth_writes_what_inspect_finds_complete(tmp_path, capsys):
         (["convert", "{out}", "{out}2", "--format", "bf16"], "there is nothing"),
         (["convert", "{m}", "{m}", "--format", "bf16"], "is not empty"),
         (["inspect", "{out}"], "there is nothing"),
-        (["inspect", "{m}", "--tp", "two"], "not a list of whole numbers"),
+        (["inspect", "{m}", "--tp", "two"], "whole numbers of at least 1"),
         (["synth", "{out}", "--size", "7b"], "size '7b' is not known"),
         (["synth", "{m}"], "is not empty"),
     ],

@@ -10,21 +10,11 @@ from typing import Any
 
 import click
 
+from rose.cli.options import numbers
+
 SIZES = ("20b", "120b", "tiny")
 PATH = click.Path(path_type=Path, dir_okay=False)
 FOLDER = click.Path(path_type=Path, file_okay=False)
-
-
-def _numbers(_context: click.Context, _parameter: click.Parameter, value: str) -> list[int]:
-    try:
-        numbers = [int(v) for v in value.split(",") if v]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise click.BadParameter(
-            f"{value!r}; allowed: whole numbers of at least 1, with commas between"
-        )
-    return numbers
 
 
 def _pairs(
@@ -43,7 +33,7 @@ def _add(command: Any, options: tuple[Any, ...]) -> Any:
 
 
 def _list(name: str, default: str, text: str) -> Any:
-    return click.option(name, default=default, show_default=True, callback=_numbers, help=text)
+    return click.option(name, default=default, show_default=True, callback=numbers, help=text)
 
 
 def _number(name: str, default: int, text: str, *, least: int = 1) -> Any:

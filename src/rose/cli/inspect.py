@@ -9,19 +9,25 @@ from typing import Any
 
 import click
 
+from rose.cli.options import numbers
+
 EXIT_NOT_CLEAN = 1
-PAGE_TOKENS = 64
 
 
 @click.command()
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @click.option(
-    "--tp", "sizes", default="1,2,4,8", show_default=True, help="Numbers of GPUs, with commas."
+    "--tp",
+    "sizes",
+    default="1,2,4,8",
+    show_default=True,
+    callback=numbers,
+    help="Numbers of GPUs, with commas.",
 )
 @click.option("--json", "is_json", is_flag=True, help="Print one JSON object.")
-def inspect(folder: Path, sizes: str, is_json: bool) -> int:
+def inspect(folder: Path, sizes: list[int], is_json: bool) -> int:
     """Show what checkpoint DIR holds and needs; exit code 1 where tensors are missing, unused or misshapen."""
-    report = describe(folder, _numbers(sizes))
+    report = describe(folder, sizes)
     if is_json:
         click.echo(json.dumps(report, indent=2))
     else:
@@ -63,10 +69,12 @@ def describe(folder: Path, sizes: list[int]) -> dict[str, Any]:
 
 
 def _memory(model: Any, config: Any, table: list[Any], size: int) -> dict[str, Any]:
+    from rose.cache.layout import CacheLayout
+    from rose.config.cache import CacheConfig
     from rose.config.quant import QuantConfig
     from rose.quant.scheme import scheme
     from rose.utils.errors import ConfigError
-    from rose.weights.inspect import kv_need, resident_bytes
+    from rose.weights.inspect import resident_bytes
     from rose.weights.pieces import Cut
 
     try:
@@ -81,22 +89,20 @@ def _memory(model: Any, config: Any, table: list[Any], size: int) -> dict[str, A
         )
         for name in ("mxfp4", "fp8_block", "fp8_block_all", "bf16")
     }
-    kv = kv_need(config, size=size, bytes_per_element=2, page_tokens=PAGE_TOKENS)
+    kinds = CacheLayout.of(config, CacheConfig(), kv_format="bf16", tp=size).kinds
     return {
         "tp": size,
         "weight_bytes": weights,
-        "kv_bytes_per_token": kv.per_token,
-        "kv_bytes_per_sequence": kv.per_sequence,
+        "kv_bytes_per_token": sum(
+            k.page_bytes // k.page_tokens for k in kinds if k.window_tokens is None
+        ),
+        # Of a sequence longer than its window, while it decodes.
+        "kv_bytes_per_sequence": sum(
+            k.page_bytes * k.most_pages(k.window_tokens + k.page_tokens, 1)
+            for k in kinds
+            if k.window_tokens is not None
+        ),
     }
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(word) for word in text.split(",")]
-    except ValueError:
-        raise click.BadParameter(
-            f"{text!r} is not a list of whole numbers like 1,2,4", param_hint="--tp"
-        ) from None
 
 
 def _print(report: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Options of configuration trees (`rose.config.cli`) as click options."""
+"""Options of configuration trees (`rose.config.cli`) as click options, and kinds of option that commands share."""
 
 from __future__ import annotations
 
@@ -89,3 +89,16 @@ class NameValue(click.ParamType):
         if not separator or not name:
             self.fail(f"{value!r} is not NAME=VALUE", param, ctx)
         return name, rest
+
+
+def numbers(_context: click.Context, _parameter: click.Parameter, value: str) -> list[int]:
+    """Read whole numbers with commas between; a callback of click."""
+    try:
+        found = [int(word) for word in value.split(",") if word]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise click.BadParameter(
+            f"{value!r}; allowed: whole numbers of at least 1, with commas between"
+        )
+    return found

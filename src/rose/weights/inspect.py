@@ -1,4 +1,4 @@
-"""What a checkpoint holds and what it would need in memory, from headers alone: no data is read."""
+"""What a checkpoint holds and what its weights would need in memory, from headers alone: no data is read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from rose.config.model import ModelConfig
 from rose.kernels.formats import MXFP4, TensorFormat
 from rose.weights.accounts import Account, account
 from rose.weights.pieces import Cut, split
@@ -24,16 +23,6 @@ class Contents:
     num_bytes: int
     bytes_by_dtype: dict[str, int]
     account: Account
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvNeed:
-    """KV bytes on one rank."""
-
-    per_token: int
-    """In full-attention layers, for every token of every sequence."""
-    per_sequence: int
-    """In sliding layers, once the window is full."""
 
 
 def contents(reader: CheckpointReader, rules: Iterable[WeightRule]) -> Contents:
@@ -61,17 +50,6 @@ def resident_bytes(
         if split(rule, cut):
             total += _num_bytes(format_of(rule.role), rule.local_shape(cut.size))
     return total
-
-
-def kv_need(config: ModelConfig, *, size: int, bytes_per_element: int, page_tokens: int) -> KvNeed:
-    """Return KV bytes of one rank; sliding layers hold the window and one page that is being filled."""
-    per_layer = 2 * config.num_kv_heads // size * config.head_dim * bytes_per_element
-    full = sum(1 for window in config.window_tokens if window is None)
-    windows = [window for window in config.window_tokens if window is not None]
-    return KvNeed(
-        per_token=full * per_layer,
-        per_sequence=sum((window + page_tokens) * per_layer for window in windows),
-    )
 
 
 def _num_bytes(form: TensorFormat, shape: tuple[int, ...]) -> int:
