@@ -19,6 +19,7 @@
 
 #include "prefill_grouped.cuh"
 #include "prefill_permute.cuh"
+#include "prefill_ptx.cuh"
 
 namespace rose::moe::fused {
 
@@ -64,8 +65,10 @@ struct Plan {
   static constexpr int kPacked = kAside + kStages * kAsideBytes;
   static constexpr int kLut = kPacked + (kMxfp4 ? kPackedStages * kPackedPitch : 0);
   static constexpr int kParked = kLut + (kMxfp4 ? 512 : 0);
-  static constexpr int kSharedBytes = 1024 + kParked + (kPasses == 2 ? 32 * 256 * 4 : 0);
-  static_assert(kSharedBytes <= 227 * 1024 - 256, "more shared memory than a block can have");
+  // Barriers (at most 20), then the place of each multiplying warp's tile.
+  static constexpr int kBarriers = kParked + (kPasses == 2 ? 32 * 256 * 4 : 0), kPlaces = kBarriers + 256;
+  static constexpr int kSharedBytes = 1024 + kPlaces + 128;
+  static_assert(kSharedBytes <= 227 * 1024, "more shared memory than a block can have");
   static_assert(kSlabs == 1 || kSlabs == 2, "one or two slabs a consumer");
   static_assert(!kMxfp4 || kSlabs == 2, "expansion hides only under tiles of 256 rows");
 };
@@ -80,27 +83,13 @@ struct Shared {
 };
 
 __device__ __forceinline__ void store_place(uint32_t at, const Place& place) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(place.expert), "r"(place.row),
-               "r"(place.rows), "r"(place.column)
-               : "memory");
+  store_shared(at, {uint32_t(place.expert), uint32_t(place.row), uint32_t(place.rows), uint32_t(place.column)});
 }
 
 __device__ __forceinline__ Place load_place(uint32_t at) {
-  Place place;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(place.expert), "=r"(place.row), "=r"(place.rows), "=r"(place.column)
-               : "r"(at)
-               : "memory");
-  return place;
-}
-
-__device__ __forceinline__ void store_shared(uint32_t at, uint32_t value) {
-  asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(value) : "memory");
-}
-
-__device__ __forceinline__ void store_shared(uint32_t at, const uint32_t (&v)[4]) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
-               : "memory");
+  uint32_t words[4];
+  load_shared(words, at);
+  return {int(words[0]), int(words[1]), int(words[2]), int(words[3])};
 }
 
 // The item a block takes in a round. Rounds are rotated: the long and short tiles of an expert alternate, and a grid
@@ -247,7 +236,7 @@ __device__ __forceinline__ void fill_packed(const Problem& p, int num_items, con
           const int count = min(kColumns, p.n - walk.next.column) * row_bytes;
 #pragma unroll 1
           for (int byte = 128 * lane; byte < count; byte += 4096) {
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(exponents + byte));
+            prefetch_l2(exponents + byte);
           }
         }
       }
@@ -314,14 +303,11 @@ __device__ __forceinline__ void expand(const Problem& p, int num_items, const Sh
         const uint32_t w = at.base + ring.stage * P::kStageBytes + P::kABytes + row * kBlockK;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          uint32_t codes[4], low, high, out[8];
-          asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-              : "=r"(codes[0]), "=r"(codes[1]), "=r"(codes[2]), "=r"(codes[3])
-              : "r"(codes_at + i * 8 * (kBlockK / 2))
-              : "memory");
-          asm("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(low), "=r"(high) : "r"(lut[i]) : "memory");
+          uint32_t codes[4], table[2], out[8];
+          load_shared(codes, codes_at + i * 8 * (kBlockK / 2));
+          load_shared(table, lut[i]);
 #pragma unroll
-          for (int j = 0; j < 4; ++j) expand_word(codes[j], low, high, out[2 * j], out[2 * j + 1]);
+          for (int j = 0; j < 4; ++j) expand_word(codes[j], table[0], table[1], out[2 * j], out[2 * j + 1]);
           store_shared(w + i * 8 * kBlockK + chunk0, {out[0], out[1], out[2], out[3]});
           store_shared(w + i * 8 * kBlockK + chunk1, {out[4], out[5], out[6], out[7]});
         }
@@ -371,18 +357,6 @@ __device__ __forceinline__ void multiply(float (&total)[2][64], uint64_t a, uint
   }
 }
 
-__device__ __forceinline__ float fast_exp2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ float fast_reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // alpha2 = -alpha log2(e). Both approximations are within 2 units in the last place; E4M3 keeps four bits.
 __device__ __forceinline__ float fast_swiglu(float gate, float up, float alpha2, float limit) {
   gate = fminf(gate, limit);
@@ -395,12 +369,6 @@ __device__ __forceinline__ void activate(float (&total)[64], const Problem& p) {
   const float alpha2 = -1.4426950408889634f * p.alpha;
 #pragma unroll
   for (int i = 0; i < 64; i += 2) total[i] = fast_swiglu(total[i], total[i + 1], alpha2, p.limit);
-}
-
-__device__ __forceinline__ uint32_t pack_half(float low, float high) {
-  uint32_t packed;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
 }
 
 __device__ __forceinline__ float half_of(uint32_t packed, int half) {
@@ -527,12 +495,10 @@ __device__ __forceinline__ void seed(float (&total)[2][64], uint32_t bias, int q
   for (int s = 0; s < P::kRuns; ++s) {
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
-      float x, y;
-      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-                   : "=f"(x), "=f"(y)
-                   : "r"(bias + 4 * (kColumns * s + 8 * j + 2 * q)));
-      total[s][4 * j] = total[s][4 * j + 2] = x;
-      total[s][4 * j + 1] = total[s][4 * j + 3] = y;
+      uint32_t pair[2];
+      load_shared(pair, bias + 4 * (kColumns * s + 8 * j + 2 * q));
+      total[s][4 * j] = total[s][4 * j + 2] = __uint_as_float(pair[0]);
+      total[s][4 * j + 1] = total[s][4 * j + 3] = __uint_as_float(pair[1]);
     }
   }
   if constexpr (P::kRuns == 1) {
@@ -558,13 +524,6 @@ __device__ __forceinline__ void stage(float (&total)[2][64], float (&w_scale)[P:
   mbarrier_wait(at.full + 8 * ring.stage, ring.parity);
   multiply<P, kSteps>(total, descriptor_swizzle128(a + threadIdx.x / 128 * kSlabBytes),
                       descriptor_swizzle128(a + P::kABytes), scales, now, pieces, at.empty + 8 * ring.stage);
-}
-
-// The thread's index, read anew: what is derived from it does not stay in registers over the main loop.
-__device__ __forceinline__ int thread_again() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
 }
 
 template <typename P>
@@ -630,15 +589,13 @@ __device__ __forceinline__ void consume(const Problem& p, int num_items, const S
 template <typename P>
 __global__ void __launch_bounds__(P::kThreads, 1) product(const __grid_constant__ Problem p) {
   extern __shared__ uint8_t raw[];
-  __shared__ uint64_t barriers[2 * P::kStages + 2 * kPackedStages];
-  __shared__ __align__(16) Place places[8];  // of each multiplying warp's tile
   Shared at;
   at.base = (shared_address(raw) + 1023) & ~1023u;
-  at.full = shared_address(barriers);
+  at.full = at.base + P::kBarriers;
   at.empty = at.full + 8 * P::kStages;
   at.packed_full = at.empty + 8 * P::kStages;
   at.packed_empty = at.packed_full + 8 * kPackedStages;
-  at.places = shared_address(places);
+  at.places = at.base + P::kPlaces;
   if (threadIdx.x == 0) {
     for (int i = 0; i < P::kStages; ++i) {
       mbarrier_init(at.full + 8 * i, P::kMxfp4 ? 5 : 1);  // the filling warp, four expanding warps

@@ -1,0 +1,61 @@
+// mbarrier.cuh of cuda_common on the model.
+#pragma once
+
+#include "machine.cuh"
+
+namespace rose {
+
+inline uint32_t shared_address(const void*) { return model::kShift; }
+
+inline model::Barrier& barrier_at(uint32_t address) {
+  auto found = model::block->barriers.find(address);
+  if (found == model::block->barriers.end()) {
+    model::fail("no barrier at " + std::to_string(address));
+    static model::Barrier none;
+    return none;
+  }
+  return found->second;
+}
+
+inline void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
+  model::at(barrier, 8);
+  model::Barrier& made = model::block->barriers[barrier];
+  made.count = made.pending = int(arrivals);
+}
+
+inline void mbarrier_init_fence() {}
+
+inline void mbarrier_arrive(uint32_t barrier) {
+  model::Barrier& b = barrier_at(barrier);
+  if (--b.pending < 0) model::fail("more arrivals than a barrier counts");
+  b.settle();
+  ++model::block->progress;
+}
+
+inline void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
+  barrier_at(barrier).bytes += bytes;
+  mbarrier_arrive(barrier);
+}
+
+inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+  while ((barrier_at(barrier).phase & 1) == parity) model::yield("a barrier");
+}
+
+inline void named_sync(uint32_t, uint32_t) { model::fail("named barriers are not modelled"); }
+inline void named_arrive(uint32_t, uint32_t) { model::fail("named barriers are not modelled"); }
+inline uint32_t cluster_rank() { return 0; }
+inline void cluster_sync() { model::fail("clusters are not modelled"); }
+inline void mbarrier_arrive_remote(uint32_t, uint32_t) { model::fail("clusters are not modelled"); }
+
+inline void fence_proxy_async() {
+  auto& unfenced = model::block->fibers[model::block->current].unfenced;
+  for (uint32_t byte : unfenced) model::block->is_unfenced[byte] = 0;
+  unfenced.clear();
+}
+
+template <int kRegisters>
+inline void registers_grow() {}
+template <int kRegisters>
+inline void registers_shrink() {}
+
+}  // namespace rose
