@@ -41,7 +41,7 @@ def check(ids, experts, block_m):
     assert torch.equal(table.expert_M[:num_tiles].long(), owner)
 
 generator = torch.Generator().manual_seed(3)
-for tokens, chosen, experts, block_m in [(1, 4, 32, 128), (65, 4, 6, 64), (300, 4, 128, 64), (1100, 1, 3, 128)]:
+for tokens, chosen, experts, block_m in [(1, 4, 32, 128), (65, 4, 6, 64), (130, 4, 128, 64)]:
     ids = torch.randint(0, experts, (tokens, chosen), generator=generator, dtype=torch.int32)
     check(ids, experts, block_m)
     check(ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.5, -1), experts, block_m)

@@ -25,6 +25,7 @@ def built() -> build.Built:
     return cuda_prefill.PrefillLibrary().library.build()
 
 
+@pytest.mark.slow
 @needs_nvcc
 def test_kernels_compile_without_spills_or_warnings(built: build.Built) -> None:
     spills = re.findall(
