@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -275,3 +277,25 @@ def test_every_operation_loads_and_binds_on_a_machine_without_triton():
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_sources_of_a_bound_table_are_compiled_beside_other_work():
+    class Library:
+        def __init__(self) -> None:
+            self.started, self.may_end, self.ended = (threading.Event() for _ in range(3))
+
+        def build(self) -> None:
+            self.started.set()
+            assert self.may_end.wait(10)
+            self.ended.set()
+            raise RuntimeError("told at the first call, not here")
+
+    library = Library()
+    operation = registry.load("rms_norm")
+    chosen = replace(registry.implementations("rms_norm")[0], library=library)
+    bound = registry.BoundOperation(operation, dict.fromkeys(registry.REGIMES, chosen))
+    registry.begin_compiling(bound)
+    assert library.started.wait(10)
+    assert not library.ended.is_set()
+    library.may_end.set()
+    assert library.ended.wait(10)

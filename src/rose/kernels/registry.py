@@ -7,16 +7,18 @@ implementation per regime (phase and number of rows). Nothing is chosen per call
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
 import pkgutil
 import re
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rose.utils.device import CPU, DeviceFacts
 from rose.utils.errors import ContractError
@@ -90,6 +92,14 @@ class Operation:
     """Problems with one call's tensors; on in tests and at graph capture, off in replay."""
 
 
+class Compilable(Protocol):
+    """A CUDA source that is compiled once and found again; safe to build from several threads."""
+
+    def build(self) -> object:
+        """Compile unless compiled."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Implementation:
     """One way to compute an operation, with what it needs and accepts."""
@@ -119,6 +129,8 @@ class Implementation:
     interpreted: frozenset[str] = frozenset({"float32"})
     """Triton only: activation dtypes for which the interpreter's results mean something. Its bf16 products
     are garbage and its casts truncate; name bf16 only where every product is taken in float32 there."""
+    library: Compilable | None = None
+    """What must be compiled before the first call; `begin_compiling` starts that early, beside other work."""
     note: str = ""
 
     @property
@@ -377,6 +389,21 @@ def bind(
         else:
             raise ContractError(f"{name} ({regime}): nothing can run; " + "; ".join(refused))
     return BoundOperation(operation, table, check_calls=check_calls)
+
+
+def begin_compiling(bound: BoundOperation) -> None:
+    """Compile the CUDA sources of a bound table in threads of their own; returns at once.
+
+    A source that does not compile is reported where it is first called, with the compiler's words.
+    """
+
+    def build(library: Compilable) -> None:
+        with contextlib.suppress(Exception):
+            library.build()
+
+    libraries = {id(i.library): i.library for i in bound.table.values() if i.library is not None}
+    for library in libraries.values():
+        threading.Thread(target=build, args=(library,), daemon=True).start()
 
 
 def explain(

@@ -64,7 +64,12 @@ class LayerBuild:
             only=self.kernels.only,
             check_calls=self.kernels.check_calls,
         )
-        self._table.update(dict.fromkeys(bound.rows()))
+        new_rows = dict.fromkeys(bound.rows())
+        is_new = not new_rows.keys() <= self._table.keys()
+        if is_new and self.device.kind == "cuda" and torch.cuda.is_available():
+            # nvcc takes 5 to 20 s a source; weights are read and other layers built in the meantime.
+            registry.begin_compiling(bound)
+        self._table.update(new_rows)
         return bound
 
     def kernel_table(self) -> list[tuple[str, str, str]]:

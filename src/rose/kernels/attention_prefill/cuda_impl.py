@@ -181,6 +181,7 @@ register(
         max_capability=(9, 0),
         formats={"activation": frozenset({"bf16"}), "kv": frozenset({"bf16"})},
         limits=_limits,
+        library=_library,
         note="WGMMA and TMA, persistent, up to 2048 sequences",
     )
 )

@@ -243,6 +243,7 @@ def _implementation(name: str, *, rows: tuple[int, int], band: Band) -> Implemen
         phases=frozenset({"decode"}),
         rows=rows,
         limits=_limits,
+        library=LIBRARY,
         note="weights streamed once through shared memory by bulk copies",
     )
 

@@ -129,6 +129,7 @@ _COMMON = {
     "min_capability": (9, 0),
     "max_capability": (9, 0),
     "phases": frozenset({"prefill"}),
+    "library": LIBRARY.library,
     "activation_rounding": ("fp8_group128", f"fp8_group{DEFAULT.hidden_group}"),
 }
 register(
