@@ -16,10 +16,11 @@ test: ## install, run the tests of the CPU ring
 	@$(PYTHON) tools/bootstrap.py engine test
 	@$(VENV)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
-check: ## format, lint, rule tests
+check: ## format, lint, types, rule tests
 	@$(PYTHON) tools/bootstrap.py engine test check
 	@$(VENV)/ruff format --check src tests tools training benchmarks
 	@$(VENV)/ruff check src tests tools training benchmarks
+	@$(VENV)/pyright --pythonpath $(VENV)/python
 	@$(VENV)/python -m pytest tests/rules
 
 soak: ## the tests that run longer
@@ -32,7 +33,7 @@ serve: ## start both services on the embedded model
 
 bench: ## time the kernels on this machine, JSON lines in benchmarks/results
 	@$(PYTHON) tools/bootstrap.py engine
-	@$(VENV)/python -m rose.kernels bench --json benchmarks/results/kernels-$$(date +%Y%m%d).jsonl
+	@$(VENV)/python -m rose.bench.kernels --json benchmarks/results/kernels-$$(date +%Y%m%d).jsonl
 
 train: ## train the embedded model anew
 	@$(PYTHON) tools/bootstrap.py engine

@@ -155,7 +155,7 @@ def relative(found_TV: Tensor, wanted_TV: Tensor) -> float:
     squares = [
         ((a.float() - b).double().square().sum(), b.double().square().sum()) for a, b in rows
     ]
-    over, under = (sum(s[i] for s in squares) for i in (0, 1))
+    over, under = (torch.stack(parts).sum() for parts in zip(*squares, strict=True))
     return float((over / under).sqrt())
 
 

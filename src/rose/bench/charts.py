@@ -13,7 +13,7 @@ from rose.utils.errors import RoseError
 
 MODELS = ("20b", "120b")
 OURS, OTHER, LIMIT, PAST = "#c2185b", "#37474f", "#9e9e9e", "#8d6e63"
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,

@@ -64,7 +64,7 @@ def read(paths: Iterable[Path]) -> Results:
     others: dict[str, dict[Any, Line]] = {}
     for path in paths:
         for place, line in _lines(path):
-            bench = line.get("bench")
+            bench = str(line.get("bench"))
             if bench in FIELDS:
                 _take(results, options, place, line)
             elif all(line.get(name) is not None for name in TABLES.get(bench, ("no table",))) and (

@@ -207,11 +207,11 @@ def _recording(cache: Path) -> Iterator[list[Any]]:
     HAZARD: changes Triton for the whole process while it lasts; not for use beside real launches.
     """
     from triton import knobs
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
+    from triton.runtime import driver, jit
 
     kernels: list[Any] = []
-    launch: Any = JITFunction.run
+    functions: Any = jit.JITFunction
+    launch = functions.run
     active, folder = driver._active, knobs.cache.dir
 
     def compile_only(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -222,13 +222,14 @@ def _recording(cache: Path) -> Iterator[list[Any]]:
         kernels.append(kernel)
         return kernel
 
-    driver.set_active(_NoDriver())
+    stand_in: Any = _NoDriver()
+    driver.set_active(stand_in)
     knobs.cache.dir = str(cache / "triton")
-    JITFunction.run = compile_only
+    functions.run = compile_only
     try:
         yield kernels
     finally:
-        JITFunction.run = launch
+        functions.run = launch
         knobs.cache.dir = folder
         driver._active = active
 

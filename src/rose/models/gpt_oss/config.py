@@ -55,7 +55,7 @@ class GptOssConfig(ModelConfig):
         return config
 
 
-def alternating_windows(num_layers: int, window_tokens: int) -> tuple[int | None, ...]:
+def alternating_windows(num_layers: int, window_tokens: int | None) -> tuple[int | None, ...]:
     """Even layers see a window, odd layers everything."""
     return tuple(window_tokens if i % 2 == 0 else None for i in range(num_layers))
 
