@@ -9,8 +9,9 @@ help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: ## install, start both services on the embedded model, send a chat request with a tool
-	@$(PYTHON) tools/bootstrap.py engine
+	@$(PYTHON) tools/bootstrap.py engine vocab
 	@$(VENV)/python -m rose.cli.main demo
+	@echo "Next: source .venv/bin/activate; rose serve; rose chat (in a second terminal); rose --help"
 
 test: ## install, run the tests of the CPU ring
 	@$(PYTHON) tools/bootstrap.py engine test
@@ -28,7 +29,7 @@ soak: ## the tests that run longer
 	@$(VENV)/python -m pytest -m slow --timeout 1800
 
 serve: ## start both services on the embedded model
-	@$(PYTHON) tools/bootstrap.py engine
+	@$(PYTHON) tools/bootstrap.py engine vocab
 	@$(VENV)/python -m rose.cli.main serve
 
 bench: ## time the kernels on this machine, JSON lines in benchmarks/results

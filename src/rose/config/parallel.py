@@ -12,11 +12,11 @@ class ParallelConfig:
     """Sizes of the mesh axes; 1 everywhere means one device."""
 
     tp: int = 1
-    """Ranks that share each projection and each attention head group."""
+    """Ranks that share each projection and each attention head group; only 1 is served yet."""
     ep: int = 1
-    """Ranks that share the experts."""
+    """Ranks that share the experts; only 1 is served yet."""
     dp: int = 1
-    """Replicas of the attention side."""
+    """Replicas of the attention side; only 1 is served yet."""
 
     def __post_init__(self) -> None:
         wrong = [
