@@ -216,6 +216,42 @@ def test_a_killed_process_leaves_what_can_be_resumed(sources, tmp_path):
     _same_files(tmp_path / "whole", out)
 
 
+def test_two_processes_do_not_write_into_one_folder(sources, tmp_path):
+    """The second would remove or truncate what the first is writing."""
+    told = []
+
+    def begin_another(*_):
+        if not told:
+            with pytest.raises(CheckpointError, match="another process is writing into") as caught:
+                convert(sources["mxfp4"], tmp_path / "out", "fp8_block")
+            told.append(caught.value)
+
+    convert(sources["mxfp4"], tmp_path / "out", "fp8_block", progress=begin_another)
+    assert told
+    assert all(r.is_as_promised for r in verify_copy(sources["mxfp4"], tmp_path / "out"))
+
+
+@pytest.mark.parametrize("shards", [[1], None, "all null", "all text", "crcs in a list"])
+def test_a_damaged_journal_keeps_nothing_and_breaks_nothing(sources, tmp_path, shards):
+    options = {"shard_bytes": 300_000}
+    out = tmp_path / "cut"
+    with pytest.raises(_KilledError):
+        convert(sources["mxfp4"], out, "fp8_block", progress=_kill_after(23), **options)
+    journal = json.loads((out / JOURNAL_NAME).read_text())
+    entry = {"all null": None, "all text": "x", "crcs in a list": {"bytes": 1, "crcs": [1]}}
+    journal["shards"] = (
+        dict.fromkeys(journal["shards"], entry[shards]) if isinstance(shards, str) else shards
+    )
+    (out / JOURNAL_NAME).write_text(json.dumps(journal))
+    assert convert(sources["mxfp4"], out, "fp8_block", **options).kept_shards == ()
+    assert all(r.is_as_promised for r in verify_copy(sources["mxfp4"], out))
+
+
+def test_a_folder_that_cannot_be_is_answered(sources, tmp_path):
+    with pytest.raises(CheckpointError, match="cannot be made"):
+        convert(sources["mxfp4"], tmp_path / ("n" * 300), "fp8_block")
+
+
 def test_another_conversion_does_not_continue_this_one(sources, tmp_path):
     with pytest.raises(_KilledError):
         convert(sources["mxfp4"], tmp_path / "cut", "fp8_block", progress=_kill_after(3))

@@ -1,6 +1,7 @@
 """Headers are checked before any data is read; data comes by name, whatever the files are called."""
 
 import json
+import os
 import struct
 
 import pytest
@@ -149,3 +150,57 @@ def test_every_problem_is_reported_at_once(tmp_path):
     (folder / "model-00000-of-00002.safetensors").unlink()
     (folder / "model-00001-of-00002.safetensors").write_bytes(b"")
     assert len(_problems(folder)) == 2
+
+
+def _with_header(file, change, tail=b""):
+    """Rewrite a file's header; the data stays where it is, `tail` follows it."""
+    raw = file.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :] + tail)
+
+
+def _same_bytes(header):
+    header["b"]["data_offsets"] = header["a"]["data_offsets"]
+
+
+def _fractions(header):
+    header["a"]["shape"] = [2.5, 2]
+
+
+def _infinite(header):
+    header["a"]["shape"] = [float("inf")]
+
+
+@pytest.mark.parametrize(
+    ("change", "tail", "message"),
+    [
+        (_same_bytes, b"", "b begins at byte .* and overlaps a"),
+        (_fractions, b"", "entry of a is malformed"),
+        (_infinite, b"", "entry of a is malformed"),
+        (lambda header: header.pop("a"), b"", "b begins at byte .* and does not follow the header"),
+        (lambda _: None, b"xyz", "nothing may follow"),
+    ],
+)
+def test_headers_that_would_give_wrong_numbers_are_refused(tmp_path, change, tail, message):
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(2, 2), "b": torch.zeros(2, 2)}, file)
+    _with_header(file, change, tail)
+    with pytest.raises(CheckpointError, match=message):
+        CheckpointReader(tmp_path)
+
+
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="no regular file"):
+        CheckpointReader(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "", "..", "n" * 5000])
+def test_an_index_that_names_no_file_is_answered(tmp_path, name):
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(CheckpointError, match=r"points outside its folder|no regular file"):
+        CheckpointReader(tmp_path)

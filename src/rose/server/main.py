@@ -6,12 +6,14 @@ Exit status: 0 stopped by SIGTERM or SIGINT, 1 a step failed, 2 could not start.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -73,7 +75,12 @@ class StopSignal:
 
     def __call__(self) -> bool:
         """Tell whether to stop."""
-        return self._is_set or (self._parent is not None and os.getppid() != self._parent)
+        return self._is_set or self.is_orphaned
+
+    @property
+    def is_orphaned(self) -> bool:
+        """Whether the process that was to be followed is gone."""
+        return self._parent is not None and os.getppid() != self._parent
 
     def _receive(self, _number: int, _frame: object) -> None:
         self._is_set = True
@@ -113,6 +120,19 @@ def run(
         return EngineService(engine, endpoint).serve(stop)
     finally:
         endpoint.close()
+        if stop.is_orphaned:
+            _remove_socket(address)
+
+
+def _remove_socket(address: str) -> None:
+    """Clear up for a parent that was killed: its private folder held nothing but the socket."""
+    if address.startswith("ipc://"):
+        path = Path(address.removeprefix("ipc://"))
+        with contextlib.suppress(
+            OSError
+        ):  # gone already, or the folder holds more: then it is not ours
+            path.unlink(missing_ok=True)
+            path.parent.rmdir()
 
 
 def load(config: EngineConfig, report: Callable[[str], None]) -> LLMEngine:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from rose.kernels.formats import FormattedTensor
 from rose.quant.encode import requantize
 from rose.utils.errors import CheckpointError
 from rose.weights.accounts import require_clean
-from rose.weights.folders import require_empty, require_space
+from rose.weights.folders import make, only_writer, require_empty, require_space
 from rose.weights.loader import Progress, ignore_progress
 from rose.weights.pieces import Piece, naming, split, stream
 from rose.weights.reader import CheckpointReader, read_header, read_json
@@ -29,6 +30,7 @@ from rose.weights.writer import (
     ShardWriter,
     TensorSpec,
     crc_of,
+    disk_errors_answered,
     write_index,
     write_json,
 )
@@ -133,6 +135,17 @@ def run(
     return [shard.file_name for shard in kept]
 
 
+@contextmanager
+def alone(conversion: Conversion) -> Iterator[None]:
+    """Hold the destination, made where it is missing, against a second conversion from `run` to `close`.
+
+    Raises  CheckpointError
+    """
+    make(conversion.folder, because="a conversion")
+    with only_writer(conversion.folder):
+        yield
+
+
 def close(conversion: Conversion) -> None:
     """Remove the journal: the conversion is complete and will not be continued."""
     (conversion.folder / JOURNAL_NAME).unlink(missing_ok=True)
@@ -144,7 +157,8 @@ def copy_companions(source: Path, folder: Path) -> list[str]:
     for pattern in COMPANIONS:
         for path in sorted(source.glob(pattern)):
             if path.is_file() and path.name not in names:
-                shutil.copyfile(path, folder / path.name)
+                with disk_errors_answered(folder / path.name):
+                    shutil.copyfile(path, folder / path.name)
                 names.append(path.name)
     return names
 
@@ -226,7 +240,8 @@ def _open_journal(conversion: Conversion) -> dict[str, Any]:
             f"(there: {journal.get(different[0])!r}, asked: {conversion.identity[different[0]]!r}); only the same "
             "conversion can go on; choose another folder or remove this one"
         )
-    return dict(journal.get("shards", {}))
+    shards = journal.get("shards")
+    return dict(shards) if isinstance(shards, dict) else {}
 
 
 def _save_journal(conversion: Conversion, finished: dict[str, Any]) -> None:
@@ -236,7 +251,8 @@ def _save_journal(conversion: Conversion, finished: dict[str, Any]) -> None:
 def _is_intact(folder: Path, shard: Shard, finished: dict[str, Any]) -> bool:
     """Check a file from before against the plan and, byte for byte, against its CRCs."""
     entry = finished.get(shard.file_name)
-    if entry is None:
+    crcs = entry.get("crcs") if isinstance(entry, dict) else None
+    if not isinstance(crcs, dict):
         return False
     try:
         found = {e.name: e for e in read_header(folder / shard.file_name)}
@@ -247,7 +263,7 @@ def _is_intact(folder: Path, shard: Shard, finished: dict[str, Any]) -> bool:
         return False
     return all(
         (e.dtype, e.shape) == (planned[name].dtype, planned[name].shape)
-        and crc_of(e.file, e.offset, e.num_bytes) == entry["crcs"].get(name)
+        and crc_of(e.file, e.offset, e.num_bytes) == crcs.get(name)
         for name, e in found.items()
     )
 

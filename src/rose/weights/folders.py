@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rose.utils.errors import CheckpointError
@@ -16,10 +20,7 @@ def require_empty(folder: Path, *, because: str) -> None:
 
     Raises  CheckpointError where something is in it or in its place.
     """
-    if folder.exists() and not folder.is_dir():
-        raise CheckpointError(
-            f"{folder} is a file; a folder is needed for {because}; choose another"
-        )
+    make(folder, because=because)
     names = sorted(p.name for p in folder.iterdir()) if folder.exists() else []
     if names:
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
@@ -27,12 +28,43 @@ def require_empty(folder: Path, *, because: str) -> None:
             f"{folder} is not empty (found: {shown}); {because} needs an empty or new folder; "
             "choose another or remove what is there"
         )
+
+
+def make(folder: Path, *, because: str) -> None:
+    """Create a folder where there is none.
+
+    Raises  CheckpointError where something is in its place, or it cannot be made.
+    """
     try:
+        if folder.exists() and not folder.is_dir():
+            raise CheckpointError(
+                f"{folder} is a file; a folder is needed for {because}; choose another"
+            )
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise CheckpointError(
-            f"{folder} cannot be made ({error.strerror}); {because} needs a folder it may write; choose another"
+            f"{str(folder)[:400]} cannot be made ({reason}); {because} needs a folder it may write; choose another"
         ) from None
+
+
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Keep other processes that ask for the same from writing into a folder; a killed process keeps nobody out.
+
+    Raises  CheckpointError where another one is at work there.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise CheckpointError(
+                f"another process is writing into {folder}; one at a time may; wait for it, or choose another folder"
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def require_space(folder: Path, num_bytes: int) -> None:

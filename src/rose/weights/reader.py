@@ -208,6 +208,11 @@ def read_header(file: Path) -> list[TensorEntry]:
     Raises  CheckpointError listing what is wrong with this file.
     """
     again = "the file is truncated or damaged; fetch it again"
+    if file.exists() and not file.is_file():
+        # A pipe would be waited for for ever.
+        raise CheckpointError(
+            f"{file} is no regular file; a safetensors file is needed; fetch it again"
+        )
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -238,15 +243,37 @@ def read_header(file: Path) -> list[TensorEntry]:
             f"{file} has {size} bytes, its header describes {end}; {len(cut)} tensors are cut off, first {cut[0]}; "
             f"{again}"
         )
+    problems += _gaps(file, 8 + length, size, found)
     if problems:
         raise CheckpointError(problems)
     return found
 
 
+def _gaps(file: Path, base: int, size: int, entries: list[TensorEntry]) -> list[str]:
+    """Find tensors that share bytes and bytes of no tensor: the format allows neither, so offsets are wrong."""
+    at, before = base, "the header"
+    for entry in sorted(entries, key=lambda e: (e.offset, e.num_bytes)):
+        if entry.offset != at:
+            what = "overlaps" if entry.offset < at else "does not follow"
+            return [
+                f"{file}: {entry.name} begins at byte {entry.offset} and {what} {before}, which ends at {at}; tensors "
+                "lie end to end; the header is damaged; fetch the file again"
+            ]
+        at, before = entry.offset + entry.num_bytes, entry.name
+    if at < size:
+        return [
+            f"{file} has {size} bytes, its tensors end at {at}; nothing may follow; the file is damaged; "
+            "fetch it again"
+        ]
+    return []
+
+
 def _entry(file: Path, base: int, name: str, value: Any, problems: list[str]) -> TensorEntry | None:
     try:
-        dtype, shape = str(value["dtype"]), tuple(int(n) for n in value["shape"])
-        begin, end = (int(n) for n in value["data_offsets"])
+        dtype, shape = str(value["dtype"]), tuple(value["shape"])
+        begin, end = value["data_offsets"]
+        if not all(type(n) is int for n in (*shape, begin, end)):
+            raise TypeError("sizes are whole numbers")
     except (KeyError, TypeError, ValueError):
         problems.append(f"{file}: the header's entry of {name} is malformed; fetch the file again")
         return None
@@ -290,11 +317,11 @@ def _list_files(folder: Path, weight_map: dict[str, str] | None, problems: list[
         problems.extend(_missing_numbers(folder, [f.name for f in files]))
         return files
     names = sorted(set(weight_map.values()))
-    outside = [n for n in names if Path(n).name != n]
+    outside = [n for n in names if Path(n).name != n or not n or "\0" in n or len(n) > 255]
     if outside:
         problems.append(
-            f"{folder / INDEX_NAME} points outside its folder: {', '.join(outside)}; file names without a path are "
-            "allowed; fetch the index again"
+            f"{folder / INDEX_NAME} points outside its folder: {', '.join(map(repr, outside))[:400]}; file names "
+            "without a path are allowed; fetch the index again"
         )
     missing = [n for n in names if n not in outside and not (folder / n).exists()]
     for name in missing:

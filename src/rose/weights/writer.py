@@ -99,7 +99,7 @@ class ShardWriter:
                 done += os.pwrite(self._file.fileno(), view[done:], offset + done)
 
     def _answered(self) -> AbstractContextManager[None]:
-        return _disk_errors_answered(self._partial)
+        return disk_errors_answered(self._partial)
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -134,7 +134,8 @@ def _header(shard: Shard) -> tuple[bytes, dict[str, int], int]:
 
 
 @contextmanager
-def _disk_errors_answered(path: Path) -> Iterator[None]:
+def disk_errors_answered(path: Path) -> Iterator[None]:
+    """Turn what the disk refuses into a CheckpointError that names the file."""
     try:
         yield
     except OSError as error:
@@ -161,7 +162,7 @@ def crc_of(path: Path, offset: int, num_bytes: int) -> int:
 def write_json(path: Path, value: object) -> None:
     """Write a JSON file under a passing name and rename it, so that it is never half there."""
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
-    with _disk_errors_answered(partial):
+    with disk_errors_answered(partial):
         partial.write_text(json.dumps(value, indent=2) + "\n")
         partial.replace(path)
 

@@ -61,10 +61,11 @@ def convert(
             format_name=format_name,
             shard_bytes=shard_bytes,
         )
-        kept = converter.run(conversion, device=device, progress=progress)
-        companions = converter.copy_companions(reader.folder, folder)
-        _write_configuration(source, folder, config, format_name)
-        converter.close(conversion)
+        with converter.alone(conversion):
+            kept = converter.run(conversion, device=device, progress=progress)
+            companions = converter.copy_companions(reader.folder, folder)
+            _write_configuration(source, folder, config, format_name)
+            converter.close(conversion)
     return Converted(
         source=layout,
         num_bytes=sum(shard.num_bytes for shard in conversion.shards),
