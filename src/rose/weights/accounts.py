@@ -10,6 +10,8 @@ from rose.utils.errors import CheckpointError
 from rose.weights.reader import CheckpointReader
 from rose.weights.rules import WeightRule
 
+FOR_DECODERS = ("model.mtp.",)
+"""Tensors that a checkpoint may hold beside the model: heads that a decoder reads, and the model alone does not."""
 _SHOWN = 8
 """Names listed per kind of problem before the rest is counted only."""
 
@@ -65,7 +67,13 @@ def account(reader: CheckpointReader, rules: Iterable[WeightRule]) -> Account:
             )
     return Account(
         missing=tuple(name for name in wanted if name not in reader),
-        unused=tuple(sorted(name for name in reader.entries if name not in wanted)),
+        unused=tuple(
+            sorted(
+                name
+                for name in reader.entries
+                if name not in wanted and not name.startswith(FOR_DECODERS)
+            )
+        ),
         misshapen=tuple(misshapen),
     )
 

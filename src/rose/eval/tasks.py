@@ -1,0 +1,79 @@
+"""The table of tasks: what training draws and how often, and what `rose eval` asks."""
+
+from __future__ import annotations
+
+import datetime
+import random
+from dataclasses import replace
+
+from rose.eval import talk_tasks, text_tasks, tool_tasks
+from rose.eval.examples import Draw, Example, draw_from
+
+TASKS: dict[str, Draw] = {
+    "arithmetic": text_tasks.arithmetic,
+    "copy": text_tasks.copy,
+    "reverse": text_tasks.reverse,
+    "sort": text_tasks.sort,
+    "count": text_tasks.count,
+    "far_copy": text_tasks.far_copy,
+    "span_copy": text_tasks.span_copy,
+    "long_copy": text_tasks.long_copy,
+    "tool_call": tool_tasks.tool_call,
+    "tool_result": tool_tasks.tool_result,
+    "json": tool_tasks.json_extraction,
+    "instruction": talk_tasks.instruction,
+    "turns": talk_tasks.turns,
+    "acknowledge": talk_tasks.acknowledge,
+    "talk": talk_tasks.talk,
+}
+SHARES: dict[str, float] = {
+    "arithmetic": 16,
+    "copy": 8,
+    "reverse": 12,
+    "sort": 5,
+    "count": 4,
+    "far_copy": 4,
+    "span_copy": 2,
+    "tool_call": 16,
+    "tool_result": 9,
+    "json": 7,
+    "instruction": 9,
+    "turns": 4,
+    "acknowledge": 1,
+    "talk": 3,
+}
+"""Of training's short rows; `long_copy` comes in long rows of its own."""
+ASKED = tuple(name for name in TASKS if name not in ("talk", "acknowledge"))
+"""Asked by `rose eval`."""
+OFFERED_FOR_NOTHING = 0.15
+"""Share of the plain questions that come with tools that are not needed."""
+
+
+def dressed(example: Example, source: random.Random) -> Example:
+    """Give a question a date, or none, and now and then tools that it does not take."""
+    day = datetime.date(2024, 6, 1) + datetime.timedelta(days=source.randint(0, 3650))
+    example = replace(example, date=day.isoformat() if source.random() < 0.8 else None)
+    is_plain = not example.tools and example.response_format is None
+    if is_plain and example.task != "talk" and source.random() < OFFERED_FOR_NOTHING:
+        offered = source.choice(
+            [[tool_tasks.WEATHER], [tool_tasks.WEATHER, tool_tasks.SEARCH], [tool_tasks.FORECAST]]
+        )
+        example = replace(example, tools=offered)
+    return example
+
+
+def draw_for_training(source: random.Random) -> Example:
+    """Draw a short question that is not held out."""
+    name = source.choices(list(SHARES), weights=list(SHARES.values()))[0]
+    return dressed(draw_from(TASKS[name], source, held_out=False), source)
+
+
+def draw_long_for_training(source: random.Random) -> Example:
+    """Draw a `long_copy` that is not held out."""
+    return dressed(draw_from(TASKS["long_copy"], source, held_out=False), source)
+
+
+def held_out_set(task: str, count: int, *, seed: int) -> list[Example]:
+    """Return the held-out questions of one task, the same for the same seed."""
+    source = random.Random(f"{seed} {task}")
+    return [dressed(draw_from(TASKS[task], source, held_out=True), source) for _ in range(count)]

@@ -1,0 +1,217 @@
+"""Questions about numbers and strings: sums, copies short and far, reversal, sorting, counting."""
+
+from __future__ import annotations
+
+import random
+
+from rose.eval import words
+from rose.eval.examples import EFFORTS, Example, by_effort, user
+
+GROUP = 4
+"""Characters that reversal takes at a time, spelt out in the reasoning."""
+
+
+def _column_steps(a: int, b: int, sign: str) -> str:
+    """Write a two-digit sum or difference out column by column."""
+    (a1, a0), (b1, b0) = divmod(a, 10), divmod(b, 10)
+    if sign == "+":
+        ones, carry = a0 + b0, (a0 + b0) // 10
+        tens = a1 + b1 + carry
+        return f"{a0} + {b0} = {ones}, carry {carry}. {a1} + {b1} + {carry} = {tens}."
+    borrow = int(a0 < b0)
+    ones, tens = a0 + 10 * borrow - b0, a1 - borrow - b1
+    return f"{a0 + 10 * borrow} - {b0} = {ones}, borrow {borrow}. {a1} - {borrow} - {b1} = {tens}."
+
+
+def arithmetic(source: random.Random) -> Example:
+    """Add or subtract two numbers below 100."""
+    most = source.choice([9, 99, 99, 99])
+    a, b = source.randint(0, most), source.randint(0, most)
+    sign, effort = source.choice("+-"), source.choice(EFFORTS)
+    result = a + b if sign == "+" else a - b
+    # A negative difference is worked out the other way round.
+    top, low = (a, b) if sign == "+" or a >= b else (b, a)
+    steps = _column_steps(top, low, sign)
+    turned = "" if (top, low) == (a, b) else f" {a} is less than {b}, so the sign turns."
+    check = f"{result} - {b} = {a}" if sign == "+" else f"{result} + {b} = {a}"
+    reasoning = by_effort(
+        effort,
+        f"{steps}{turned}",
+        f"{a} {sign} {b}.{turned} {steps} So {result}.",
+        f"I work out {a} {sign} {b} column by column.{turned} {steps} So {result}. Check: {check}. That fits.",
+    )
+    word = "plus" if sign == "+" else "minus"
+    ask = source.choice(
+        [
+            f"What is {a} {sign} {b}?",
+            f"{a} {sign} {b}",
+            f"{a} {sign} {b} = ?",
+            f"Compute {a} {sign} {b}.",
+            f"How much is {a} {word} {b}?",
+        ]
+    )
+    return Example(
+        task="arithmetic",
+        key=f"{a}{sign}{b}",
+        messages=[user(ask)],
+        reasoning=reasoning,
+        content=f"{a} {sign} {b} = {result}.",
+        effort=effort,
+        judge="number",
+    )
+
+
+def _string(source: random.Random) -> str:
+    return words.symbols(source, source.randint(1, 64))
+
+
+def copy(source: random.Random) -> Example:
+    """Repeat up to 64 characters, or a few sentences."""
+    effort = source.choice(EFFORTS)
+    if source.random() < 0.75:
+        text = _string(source)
+    else:
+        text = " ".join(words.made_word(source) for _ in range(source.randint(1, 8)))[:64].strip()
+    ask = source.choice(["Repeat exactly: ", "Copy this: ", "Say the following again: "])
+    return Example(
+        task="copy",
+        key=f"copy {text}",
+        messages=[user(ask + text)],
+        reasoning=by_effort(
+            effort,
+            "Copy.",
+            "I repeat the text as it is.",
+            f"The text begins with {text[:3]} and ends with {text[-3:]}. I repeat it as it is.",
+        ),
+        content=text,
+        effort=effort,
+    )
+
+
+def reverse(source: random.Random) -> Example:
+    """Turn up to 64 characters round, four at a time in the reasoning."""
+    text, effort = _string(source), source.choice(EFFORTS)
+    groups = [text[i : i + GROUP] for i in range(0, len(text), GROUP)]
+    forth = ", ".join(f"{i + 1} {g}" for i, g in enumerate(groups))
+    back = ", ".join(f"{i + 1} {g[::-1]}" for i, g in reversed(list(enumerate(groups))))
+    steps = f"{forth}. Back: {back}."
+    ask = source.choice(["Reverse this string: ", "Write backwards: ", "Reverse: "])
+    return Example(
+        task="reverse",
+        key=f"reverse {text}",
+        messages=[user(ask + text)],
+        reasoning=by_effort(
+            effort,
+            steps,
+            f"In groups: {steps}",
+            f"I cut the string in groups of four and number them: {steps} Then I join them.",
+        ),
+        content=text[::-1],
+        effort=effort,
+    )
+
+
+def sort(source: random.Random) -> Example:
+    """Put words in order."""
+    effort = source.choice(EFFORTS)
+    items = source.sample(words.NOUNS, source.randint(2, 6))
+    ordered = sorted(items)
+    first = ", ".join(f"{w[0]} {w}" for w in ordered)
+    return Example(
+        task="sort",
+        key="sort " + " ".join(items),
+        messages=[user(f"Sort these words: {', '.join(items)}")],
+        reasoning=by_effort(
+            effort,
+            "Alphabetical order.",
+            f"By first letters: {first}.",
+            f"There are {len(items)} words. By first letters: {first}. That is the order.",
+        ),
+        content=", ".join(ordered),
+        effort=effort,
+    )
+
+
+def count(source: random.Random) -> Example:
+    """Count a character in a string."""
+    effort = source.choice(EFFORTS)
+    letter = source.choice(words.SYMBOLS[:26])
+    pool = letter * 5 + "".join(source.sample(words.SYMBOLS[:26], 8))
+    text = "".join(source.choices(pool, k=source.randint(3, 16)))
+    steps, found = [], 0
+    for symbol in text:
+        found += symbol == letter
+        steps.append(f"{symbol} {found}")
+    tally = ", ".join(steps)
+    return Example(
+        task="count",
+        key=f"count {letter} {text}",
+        messages=[user(f"How many times does {letter} occur in {text}?")],
+        reasoning=by_effort(
+            effort,
+            f"{tally}.",
+            f"I count along: {tally}.",
+            f"I go through the string and keep count: {tally}. In all {found}.",
+        ),
+        content=f"{letter} occurs {found} times.",
+        effort=effort,
+        judge="number",
+    )
+
+
+def _notes(source: random.Random, num_words: int) -> list[tuple[str, str]]:
+    """Draw named notes of some 20 words until there are enough words."""
+    notes: list[tuple[str, str]] = []
+    while num_words > 0:
+        text = " ".join(words.sentence(source) for _ in range(source.randint(1, 3)))
+        notes.append((words.made_word(source).capitalize(), text))
+        num_words -= len(text.split())
+    return notes
+
+
+def _recall(source: random.Random, task: str, num_words: int, early: float) -> Example:
+    notes, effort = _notes(source, num_words), source.choice(EFFORTS)
+    name, text = notes[source.randrange(max(1, int(len(notes) * early)))]
+    shown = "\n".join(f"{n}: {t}" for n, t in notes)
+    return Example(
+        task=task,
+        key=f"recall {name} {text}",
+        messages=[user(f"Here are notes.\n{shown}\n\nRepeat the note {name} exactly.")],
+        reasoning=by_effort(
+            effort,
+            f"{name}.",
+            f"The note {name} is asked for.",
+            f"The note {name} is asked for. It begins with {' '.join(text.split()[:3])}. I repeat it.",
+        ),
+        content=text,
+        effort=effort,
+    )
+
+
+def long_copy(source: random.Random) -> Example:
+    """Repeat a note that stands more than 2,000 tokens back (every word is at least one token)."""
+    return _recall(source, "long_copy", source.randint(2150, 2350), early=0.05)
+
+
+def far_copy(source: random.Random) -> Example:
+    """Repeat a note 100 to 500 words back: past the window, short of `long_copy`."""
+    return _recall(source, "far_copy", source.randint(100, 500), early=1.0)
+
+
+def span_copy(source: random.Random) -> Example:
+    """Repeat a passage of 130 to 400 words whole: longer than the window."""
+    text = " ".join(words.sentence(source) for _ in range(source.randint(13, 40)))
+    effort = source.choice(EFFORTS)
+    return Example(
+        task="span_copy",
+        key=f"span {text[:200]}",
+        messages=[user(f"Repeat this text exactly.\n{text}")],
+        reasoning=by_effort(
+            effort,
+            "Copy.",
+            "I repeat the text as it is.",
+            f"The text begins with {' '.join(text.split()[:3])}. I repeat it as it is.",
+        ),
+        content=text,
+        effort=effort,
+    )

@@ -1,0 +1,295 @@
+"""The trainable model is the reference and the served one; a few steps learn, resume and export."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import english
+import numpy as np
+import packing
+import pytest
+import sizes
+import torch
+import train
+import trainable
+from export import export, stored, tensors
+
+from rose.config.engine import EngineConfig
+from rose.engine.engine import LLMEngine
+from rose.eval.tasks import draw_long_for_training
+from rose.frontend.tokenizer import FolderTokenizer
+from rose.kernels.formats import decode
+from rose.layers.own_pages import OwnPages
+from rose.models.gpt_oss import reference
+from rose.quant.mxfp4 import encode
+
+TOKENIZER = Path(packing.__file__).with_name("tokenizer.json")
+
+
+@pytest.fixture(autouse=True)
+def few_passages(monkeypatch):
+    """The topics of Python's manual only: parsing the whole library takes seconds."""
+    from pydoc_data import topics
+
+    packing._text.cache_clear()
+    monkeypatch.setattr(
+        english, "passages", lambda: [topics.topics[n] for n in sorted(topics.topics)]
+    )
+
+
+def _model(size="trial", vocab_size=97, seed=0, dtype=torch.float64):
+    torch.manual_seed(seed)
+    model = trainable.TrainableGptOss(sizes.model_config(size, vocab_size, (2,))).to(dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("bias", "sinks")):  # zeros at first, which would hide them
+                parameter.normal_(std=0.5)
+            elif "norm" in name:
+                parameter.mul_(1 + 0.2 * torch.randn_like(parameter))
+    return model
+
+
+def _in_reference_names(model):
+    named = tensors(model)
+    weights = {
+        "embedding.weight": named["model.embed_tokens.weight"],
+        "norm.scale": named["model.norm.weight"],
+        "unembedding.weight": named["lm_head.weight"],
+    }
+    for n in range(model.config.num_layers):
+        at, to = f"model.layers.{n}.", f"block.{n}."
+        weights |= {
+            to + "attn.norm.scale": named[at + "input_layernorm.weight"],
+            to + "attn.sinks": named[at + "self_attn.sinks"],
+            to + "attn.out.weight": named[at + "self_attn.o_proj.weight"],
+            to + "attn.out.bias": named[at + "self_attn.o_proj.bias"],
+            to + "mlp.norm.scale": named[at + "post_attention_layernorm.weight"],
+            to + "mlp.gate.weight": named[at + "mlp.router.weight"],
+            to + "mlp.gate.bias": named[at + "mlp.router.bias"],
+            to + "mlp.mlp1_weight": named[at + "mlp.experts.gate_up_proj"],
+            to + "mlp.mlp1_bias": named[at + "mlp.experts.gate_up_proj_bias"],
+            to + "mlp.mlp2_weight": named[at + "mlp.experts.down_proj"],
+            to + "mlp.mlp2_bias": named[at + "mlp.experts.down_proj_bias"],
+        }
+        for kind in ("weight", "bias"):
+            parts = [named[f"{at}self_attn.{x}_proj.{kind}"] for x in "qkv"]
+            weights[f"{to}attn.qkv.{kind}"] = torch.cat(parts)
+    return weights
+
+
+def _reference_logits(model, token_ids):
+    c = model.config
+    config = reference.ReferenceConfig(
+        num_layers=c.num_layers,
+        num_q_heads=c.num_q_heads,
+        num_kv_heads=c.num_kv_heads,
+        head_dim=c.head_dim,
+        experts_per_token=c.experts_per_token,
+    )
+    return reference.forward(config, _in_reference_names(model), token_ids)
+
+
+@pytest.mark.parametrize("cut", [256, 300], ids=["pieces", "whole"])
+def test_the_trainable_model_is_the_reference_in_every_document_of_a_row(cut):
+    model = _model()
+    tokens = torch.randint(97, (2, cut), generator=torch.Generator().manual_seed(1))
+    first = cut - 60  # the first document is longer than the window
+    place = torch.arange(cut)
+    docs = (place >= first).int().expand(2, -1)
+    positions = torch.where(place < first, place, place - first).expand(2, -1)
+    with torch.no_grad():
+        logits = model.logits(model(tokens, model.rows(positions, docs))[0])
+    for row in range(2):
+        for part in (slice(0, first), slice(first, cut)):
+            wanted = _reference_logits(model, tokens[row, part])
+            # float64, but for the angles: float32 in both, in one the last bit of some differs
+            torch.testing.assert_close(logits[row, part], wanted, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("window", [128, None])
+def test_flex_attention_gives_what_plain_attention_gives(window):
+    """Forward only, which is all that flex attention can on a CPU; the trainer compares gradients on the GPU."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    generator = torch.Generator().manual_seed(2)
+    shapes = [(1, 2, 256, 64), (1, 1, 256, 64), (1, 1, 256, 64), (2,)]
+    inputs = [torch.randn(s, generator=generator) for s in shapes]
+    docs = (torch.arange(256) >= 170).int()[None]
+    plain = trainable.attend_plain(*inputs, docs, window)
+    flex = trainable.attend_flex(flex_attention, *inputs, trainable.block_mask(docs, window))
+    torch.testing.assert_close(plain, flex, atol=2e-5, rtol=1e-4)  # float32 sums in another order
+
+
+def test_rounding_in_training_is_the_rounding_of_the_checkpoint():
+    generator = torch.Generator().manual_seed(3)
+    w = torch.randn(64, 96, generator=generator) * torch.logspace(-3, 3, 64)[:, None]
+    w[0, :32] = 0
+    w[1, :9] = torch.tensor([6.0, 5.0, 3.5, 2.5, 1.75, 1.25, 0.75, 0.25, -5.0])  # ties
+    assert torch.equal(w + trainable.rounding_to_mxfp4(w), decode(encode(w)).to(w.dtype))
+
+
+def test_gradients_pass_the_rounding():
+    model = _model(dtype=torch.float32)
+    model.is_rounded = True
+    place = torch.arange(64)[None]
+    hidden, penalty = model(torch.randint(97, (1, 64)), model.rows(place, torch.zeros_like(place)))
+    (model.logits(hidden).square().mean() + penalty).backward()
+    untouched = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    assert not untouched
+
+
+def test_the_exported_checkpoint_serves_what_was_trained(tmp_path):
+    tokenizer = FolderTokenizer(TOKENIZER)
+    model = _model(vocab_size=tokenizer.vocab_size, dtype=torch.float32)
+    export(model, tokenizer, tmp_path, trainable.MtpHead(model.config))
+    engine = LLMEngine.from_config(EngineConfig(model=str(tmp_path), device="cpu"))
+    served = engine.model
+    tokens = torch.randint(3072, (200,), generator=torch.Generator().manual_seed(4))
+    pages = OwnPages(
+        served.config, num_sequences=1, max_tokens=200, page_tokens=served.page_tokens,
+        dtype=served.kv_dtype, device="cpu",
+    )  # fmt: skip
+    with torch.inference_mode():
+        found = served.logits(served.forward(tokens, pages.step(prefill=[(0, 200)])))
+        # What the file holds: bf16 everywhere, experts through MXFP4.
+        for parameter in model.parameters():
+            if parameter.ndim != 3:
+                parameter.copy_(parameter.bfloat16())
+        for layer in model.layers:
+            layer.gate_up_bias.copy_(layer.gate_up_bias.bfloat16())
+        model.is_rounded = True
+        place = torch.arange(200)[None]
+        wanted = model.logits(model(tokens[None], model.rows(place, torch.zeros_like(place)))[0])[0]
+    torch.testing.assert_close(found, wanted, atol=2e-3, rtol=2e-3)  # float32, four orders of sums
+    assert engine.limits.vocab_size == 3072
+
+
+def test_sizes_keep_the_promises_of_the_page():
+    large, draft = (sizes.model_config(n, 3072, (2,)) for n in ("large", "draft"))
+    assert 4 * sizes.active_parameters(draft) <= sizes.active_parameters(large)
+    for config in (large, draft):
+        assert config.head_dim == 64
+        assert config.hidden_size % 128
+        assert config.intermediate_size % 128
+    model, head = trainable.TrainableGptOss(large), trainable.MtpHead(large)
+    counted = sum(t.numel() * t.element_size() for t in stored(tensors(model, head)).values())
+    assert counted == sizes.checkpoint_bytes(large, num_mtp=1)
+    in_all = counted + sizes.checkpoint_bytes(draft, num_mtp=0) + 2 * TOKENIZER.stat().st_size
+    assert in_all <= 24e6
+
+
+def test_rows_hold_whole_documents_and_learn_answers_only():
+    text = packing.Text(TOKENIZER)
+    batch = packing.batch(TOKENIZER, "short", (2, 700), "x")
+    again = packing.batch(TOKENIZER, "short", (2, 700), "x")
+    assert np.array_equal(batch.tokens, again.tokens)
+    assert batch.tokens.shape == (2, 701)
+    shown = [text.tokenizer.token_bytes(int(t)) for t in batch.tokens[0]]
+    starts = [
+        i
+        for i, name in enumerate(shown[:-8])
+        if name == b"<|start|>" and batch.positions[0, i] == 0
+    ]
+    assert starts
+    for i in starts:
+        assert shown[i + 1] == b"system"
+        assert not batch.is_learnt[0, i : i + 20].any()
+    ends = [i for i, name in enumerate(shown) if name in (b"<|return|>", b"<|call|>")]
+    assert batch.is_learnt[0, ends].sum() >= len(starts) - 1
+
+
+def test_long_rows_ask_for_what_stands_more_than_2000_tokens_back():
+    text = packing.Text(TOKENIZER)
+    for seed in range(3):
+        example = draw_long_for_training(random.Random(seed))
+        token_ids, first = text.document(example)
+        assert len(token_ids) <= 4096
+        note = text.tokenizer.encode(" " + example.content)[:-2]  # a line feed may join its end
+        at = next(i for i in range(first) if token_ids[i : i + len(note)] == note)
+        assert first - (at + len(note)) > 2000
+
+
+def test_digits_and_capitals_are_tokens_of_their_own():
+    tokenizer = FolderTokenizer(TOKENIZER)
+    assert [tokenizer.token_bytes(t) for t in tokenizer.encode("12 AB")] == [
+        b"1",
+        b"2",
+        b" ",
+        b"A",
+        b"B",
+    ]
+    assert tokenizer.vocab_size == 3072
+
+
+SHORT = "--size trial --short 1 384 --long 1 256 --workers 0 --scored 1 --device cpu --lr 0.01 --warmup 4"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Twenty steps of the model and two of each other part, as CI runs them."""
+    folder = tmp_path_factory.mktemp("training")
+    with pytest.MonkeyPatch.context() as patch:
+        from pydoc_data import topics
+
+        patch.setattr(
+            english, "passages", lambda: [topics.topics[n] for n in sorted(topics.topics)]
+        )
+        patch.setattr(train, "ASKED", ("arithmetic", "tool_call"))
+        words = [
+            *SHORT.split(),
+            "--steps",
+            "20",
+            "2",
+            "2",
+            "--out",
+            str(folder),
+            "--work",
+            str(folder / "work"),
+        ]
+        train.main(words)
+        yield folder, words
+
+
+def test_twenty_steps_on_a_cpu_lower_the_loss_and_leave_two_checkpoints(trained):
+    folder, _ = trained
+    log = json.loads((folder / "log.json").read_text())
+    losses = log["losses"]["model"]
+    assert len(losses) == 20
+    assert sum(losses[-4:]) / 4 < sum(losses[:4]) / 4 - 0.5
+    assert [len(log["losses"][n]) for n in ("mtp", "draft")] == [2, 2]
+    for name in ("tiny-gpt-oss", "tiny-gpt-oss-draft"):
+        files = {p.name for p in (folder / name).iterdir()}
+        assert files >= {"model.safetensors", "config.json", "tokenizer.json", "README.md"}
+    card = (folder / "tiny-gpt-oss" / "README.md").read_text()
+    assert "--steps 20 2 2" in card
+    assert "PSF-2.0" in card
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_same_losses(trained, tmp_path):
+    folder, words = trained
+    whole = json.loads((folder / "log.json").read_text())["losses"]["model"]
+    arguments = train.arguments_of(words)
+    tokenizer = FolderTokenizer(TOKENIZER)
+    losses = []
+    for steps in (6, None):  # None: the number of the state
+        torch.manual_seed(arguments.seed)
+        plan = packing.Plan(TOKENIZER, arguments.seed, (1, 384), (1, 256))
+        settings = train.Settings(
+            device="cpu", seed=7, work=tmp_path, source=packing.Source(plan, 0),
+            tools=trainable.Tools(), learning_rate=0.01, warmup=4,
+        )  # fmt: skip
+        eos = tuple(tokenizer.control_id(f"<|{n}|>") for n in ("return", "endoftext", "call"))
+        model = trainable.TrainableGptOss(sizes.model_config("trial", 3072, eos))
+        if steps is None:
+            torch.manual_seed(99)  # what is loaded counts, not what was drawn
+        part = train.ModelPart("model", model, settings)
+        if steps == 6:
+            for step in range(6):
+                losses.append(float(part._step(step, 20, plan.batch(step))))
+            part._save(tmp_path / "model.pt", losses, 8)
+        else:
+            losses = part.run(None, 1000)
+    assert len(losses) == 8
+    assert losses[:6] == pytest.approx(whole[:6], rel=1e-4)

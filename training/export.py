@@ -1,0 +1,94 @@
+"""A trained model as a checkpoint folder in the Hugging Face layout: MXFP4 experts, everything else bf16."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from trainable import Block, MtpHead, TrainableGptOss
+
+from rose.frontend.tokenizer import FolderTokenizer
+from rose.models.gpt_oss.hugging_face import config_json, with_quantization
+from rose.quant.mxfp4 import encode
+
+MTP = "model.mtp.0."
+"""Of the one head that predicts the token after the next; the model alone reads none of these."""
+
+
+def _block(block: Block, at: str) -> dict[str, Tensor]:
+    c = block.config
+    q, kv = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    matrices, biases = block.qkv_proj.split([q, kv, kv]), block.qkv_bias.split([q, kv, kv])
+    named = {
+        at + "input_layernorm.weight": block.input_layernorm,
+        at + "post_attention_layernorm.weight": block.post_attention_layernorm,
+        at + "self_attn.o_proj.weight": block.o_proj,
+        at + "self_attn.o_proj.bias": block.o_bias,
+        at + "self_attn.sinks": block.sinks,
+        at + "mlp.router.weight": block.router,
+        at + "mlp.router.bias": block.router_bias,
+        at + "mlp.experts.gate_up_proj": block.gate_up_proj,
+        at + "mlp.experts.gate_up_proj_bias": block.gate_up_bias,
+        at + "mlp.experts.down_proj": block.down_proj,
+        at + "mlp.experts.down_proj_bias": block.down_bias,
+    }
+    for name, matrix, bias in zip("qkv", matrices, biases, strict=True):
+        named[f"{at}self_attn.{name}_proj.weight"] = matrix
+        named[f"{at}self_attn.{name}_proj.bias"] = bias
+    return named
+
+
+def tensors(model: TrainableGptOss, mtp: MtpHead | None = None) -> dict[str, Tensor]:
+    """Return the weights in the names of the Hugging Face layout; experts as plain [E, out, in]."""
+    named: dict[str, Tensor] = {
+        "model.embed_tokens.weight": model.embed_tokens,
+        "model.norm.weight": model.norm,
+        "lm_head.weight": model.lm_head,
+    }
+    for n, block in enumerate(model.layers):
+        named |= _block(block, f"model.layers.{n}.")
+    if mtp is not None:
+        named |= {
+            MTP + "hidden_norm.weight": mtp.hidden_norm,
+            MTP + "embed_norm.weight": mtp.embed_norm,
+            MTP + "norm.weight": mtp.norm,
+            MTP + "proj.weight": mtp.proj,
+        }
+        named |= _block(mtp.block, MTP + "layer.")
+    return {name: tensor.detach().cpu() for name, tensor in named.items()}
+
+
+def stored(named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return what lies in the file: experts' matrices packed, the rest in bf16."""
+    packed = {}
+    for name, tensor in named.items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            matrix = encode(tensor)
+            packed[name + "_blocks"], packed[name + "_scales"] = matrix.values, matrix.scales
+        else:
+            packed[name] = tensor.to(torch.bfloat16).contiguous()
+    return packed
+
+
+def export(
+    model: TrainableGptOss, tokenizer: FolderTokenizer, folder: Path, mtp: MtpHead | None = None
+) -> None:
+    """Write weights, tokenizer.json, config.json and generation_config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(stored(tensors(model, mtp)), folder / "model.safetensors", metadata={"format": "pt"})
+    shutil.copyfile(tokenizer.name, folder / "tokenizer.json")
+    ids = {n: tokenizer.control_id(f"<|{n}|>") for n in ("return", "endoftext", "call")}
+    begin, eos = tokenizer.control_id("<|startoftext|>"), list(ids.values())
+    config = with_quantization(config_json(model.config), "mxfp4")
+    config |= {"eos_token_id": eos, "pad_token_id": ids["endoftext"], "bos_token_id": begin}
+    if mtp is not None:
+        config["num_nextn_predict_layers"] = 1
+    _write(folder / "config.json", config)
+    generation = {"do_sample": True, "eos_token_id": eos, "pad_token_id": ids["endoftext"]}
+    _write(folder / "generation_config.json", generation)
+
+
+def _write(path: Path, values: dict) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n")

@@ -1,0 +1,375 @@
+"""Train the embedded model, its MTP head and its draft, and write both checkpoints.
+
+usage: PYTHONPATH=src python training/train.py --minutes 8 --out DIR [--work DIR] [--steps N M K]
+On a GPU everything takes --minutes: the first steps of each part are timed, and as many follow as fit. --steps (model,
+MTP head, draft; printed at the end and in the card) repeats a run exactly. Killed? The same command goes on from there.
+"""
+
+import argparse
+import json
+import math
+import platform
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from card import plot, write_card
+from export import export
+from packing import Batch, Plan, Source, Text
+from sizes import active_parameters, model_config
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from trainable import MtpHead, Tools, TrainableGptOss, compiled
+
+from rose.eval.tasks import ASKED, held_out_set
+from rose.frontend.tokenizer import FolderTokenizer
+
+SHARES = {"model": 0.74, "mtp": 0.10, "draft": 0.16}
+"""Of the minutes."""
+TIMED_STEPS, SKIPPED_STEPS = 40, 20
+"""Steps that set the rate, after those in which kernels are compiled and first used."""
+SAVE_SECONDS = 60
+ROUNDED_FROM = 0.35
+"""Share of the steps after which experts are trained through MXFP4 rounding; before, the plain ones settle."""
+BALANCE = 0.01
+
+
+@dataclass
+class Settings:
+    """What all parts share."""
+
+    device: str
+    seed: int
+    work: Path
+    source: Source
+    tools: Tools
+    learning_rate: float
+    warmup: int
+    """Steps."""
+    log: list[dict] = field(default_factory=list)
+
+    def say(self, **values) -> None:
+        """Print and keep a line."""
+        self.log.append(values)
+        print(json.dumps(values), flush=True)
+
+
+class Part:
+    """One thing to train: parameters, and the loss of a batch."""
+
+    def __init__(self, name: str, module: nn.Module, settings: Settings, rate: float = 1.0) -> None:
+        self.name, self.module, self.settings = name, module.to(settings.device), settings
+        self.rate = settings.learning_rate * rate
+        matrices = [p for p in module.parameters() if p.ndim > 1]
+        vectors = [p for p in module.parameters() if p.ndim == 1]
+        groups = [
+            {"params": matrices, "weight_decay": 0.05},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=self.rate, betas=(0.9, 0.95), fused=settings.device != "cpu"
+        )
+
+    def loss(self, batch: "Tensors", done: float) -> tuple[Tensor, Tensor]:
+        """Return the mean loss of learnt tokens, and what is to be minimised beside it."""
+        raise NotImplementedError
+
+    def run(self, steps: int | None, seconds: float) -> list[float]:
+        """Train `steps` steps, or as many as fit in `seconds`; return the losses."""
+        state_path = self.settings.work / f"{self.name}.pt"
+        losses: list[Tensor | float] = []
+        if state_path.exists():
+            state = torch.load(state_path, weights_only=True, map_location=self.settings.device)
+            self.module.load_state_dict(state["module"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            losses, steps = state["losses"], state["steps"]
+            self.settings.say(part=self.name, resumed_at=len(losses), steps=steps)
+        begin = saved = timed = time.perf_counter()
+        source = self.settings.source.batches(len(losses))
+        while steps is None or len(losses) < steps:
+            step = len(losses)
+            losses.append(self._step(step, steps, next(source)))
+            now = time.perf_counter()
+            if step + 1 == SKIPPED_STEPS:
+                self._wait()
+                timed = time.perf_counter()
+            if steps is None and step + 1 == SKIPPED_STEPS + TIMED_STEPS:
+                self._wait()
+                each = (time.perf_counter() - timed) / TIMED_STEPS
+                left = seconds - (time.perf_counter() - begin)
+                steps = max(step + 2, step + 1 + int(left / each))
+                self.settings.say(part=self.name, seconds_per_step=round(each, 4), steps=steps)
+            if step % 100 == 0 or len(losses) == steps:
+                self.settings.say(
+                    part=self.name,
+                    step=step,
+                    loss=round(float(losses[-1]), 4),
+                    s=round(now - begin, 1),
+                )
+            if now - saved > SAVE_SECONDS and steps is not None:
+                saved = now
+                self._save(state_path, losses, steps)
+            if now - begin > 1.15 * seconds and steps is not None:
+                # The rate was misjudged: what is there is kept, and the log says so.
+                self.settings.say(part=self.name, stopped_at=len(losses), planned=steps)
+                break
+        done = [float(x) for x in losses]
+        self._save(state_path, done, len(done))
+        return done
+
+    def _step(self, step: int, steps: int | None, drawn: Batch) -> Tensor:
+        """Take one step; the loss stays on the device, so that the host runs ahead."""
+        # While the rate is being timed the number of steps is not known; the schedule is flat there anyway.
+        done = step / steps if steps else 0.0
+        factor = min(1.0, (step + 1) / self.settings.warmup) * (
+            0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done))
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate * factor
+        batch = Tensors(drawn, self.settings.device)
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.settings.device != "cpu"):
+            loss, beside = self.loss(batch, done)
+        self.optimizer.zero_grad(set_to_none=True)
+        (loss + beside).backward()
+        nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
+        self.optimizer.step()
+        return loss.detach()
+
+    def _wait(self) -> None:
+        if self.settings.device != "cpu":
+            torch.cuda.synchronize()
+
+    def _save(self, path: Path, losses: list, steps: int) -> None:
+        state = {
+            "module": self.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "losses": [float(x) for x in losses],
+            "steps": steps,
+        }
+        torch.save(state, path.with_suffix(".partial"))
+        path.with_suffix(".partial").replace(path)
+
+
+class Tensors:
+    """A batch on the device; inputs [B, T] and the flat places whose next token is learnt."""
+
+    def __init__(self, drawn: Batch, device: str) -> None:
+        def there(array) -> Tensor:
+            tensor = torch.from_numpy(array)
+            tensor = tensor.pin_memory() if device != "cpu" else tensor
+            return tensor.to(device, non_blocking=True)
+
+        tokens, docs, learnt = drawn.tokens, drawn.docs, drawn.is_learnt
+        self.all_tokens = there(tokens.astype("int64"))
+        self.tokens = self.all_tokens[:, :-1]
+        self.positions = there(drawn.positions[:, :-1].astype("int64"))
+        self.docs = there(docs[:, :-1].copy())
+        # Chosen on the host: a device that had to count them would make the host wait.
+        next_one = (learnt[:, 1:] > 0) & (docs[:, 1:] == docs[:, :-1])
+        next_two = next_one.copy()
+        next_two[:, :-1] = (learnt[:, 2:] > 0) & (docs[:, 2:] == docs[:, :-2])
+        next_two[:, -1] = False
+        self.places, self.places_of_two = (
+            there(x.reshape(-1).nonzero()[0]) for x in (next_one, next_two)
+        )
+        self.next_one = there(tokens[:, 1:][next_one].astype("int64"))
+        self.next_two = there(tokens[:, 2:][next_two[:, :-1]].astype("int64"))
+
+
+class ModelPart(Part):
+    """A model that predicts the next token."""
+
+    def loss(self, batch: Tensors, done: float) -> tuple[Tensor, Tensor]:
+        """Cross-entropy of learnt tokens, and the penalty on uneven routing."""
+        model = self.module
+        model.is_rounded = done >= ROUNDED_FROM
+        rows = model.rows(batch.positions, batch.docs)
+        hidden, penalty = model(batch.tokens, rows)
+        logits = model.logits(hidden.flatten(0, 1)[batch.places])
+        return cross_entropy(logits.float(), batch.next_one), BALANCE * penalty
+
+
+class MtpPart(Part):
+    """A head that predicts the token after the next; the model under it stands still."""
+
+    def __init__(self, head: MtpHead, model: TrainableGptOss, settings: Settings) -> None:
+        super().__init__("mtp", head, settings)
+        self.model = model
+
+    def loss(self, batch: Tensors, done: float) -> tuple[Tensor, Tensor]:
+        """Cross-entropy of learnt tokens two places on."""
+        model = self.model
+        model.is_rounded = True
+        rows = model.rows(batch.positions, batch.docs)
+        with torch.no_grad():
+            hidden, _ = model(batch.tokens, rows)
+            embedded = model.embed_tokens[batch.all_tokens[:, 1:]]
+        x = self.module(hidden, embedded, rows, model.tools)
+        logits = model.logits(x.flatten(0, 1)[batch.places_of_two])
+        return cross_entropy(logits.float(), batch.next_two), logits.new_zeros(())
+
+
+def choose_attention(device: str, wanted: str) -> str:
+    """Return flex or plain; `auto` tries flex against plain on this device and says what it found."""
+    if wanted != "auto":
+        return wanted
+    if device == "cpu":
+        return "plain"
+    try:
+        error = attention_difference(device)
+    except Exception as problem:  # noqa: BLE001 - whatever the compiler raises, plain attention works
+        print(json.dumps({"attention": "plain", "flex_failed": str(problem)[:500]}), flush=True)
+        return "plain"
+    # bf16 outputs of about 1 carry 2^-8; twice that over the sum of many keys.
+    chosen = "flex" if error < 0.03 else "plain"
+    print(json.dumps({"attention": chosen, "flex_error": error}), flush=True)
+    return chosen
+
+
+def attention_difference(device: str) -> float:
+    """Return the largest difference of outputs and gradients, flex compiled in bf16 against plain in float32."""
+    from trainable import attend_flex, attend_plain, block_mask
+
+    tools = compiled("flex")
+    generator = torch.Generator(device).manual_seed(1)
+    worst = 0.0
+    for window in (128, None):
+        shapes = [(2, 8, 1024, 64), (2, 2, 1024, 64), (2, 2, 1024, 64), (8,)]
+        exact = [
+            torch.randn(s, generator=generator, device=device).requires_grad_() for s in shapes
+        ]
+        docs = (torch.arange(1024, device=device) // 300).expand(2, -1).contiguous()
+        rough = [x.detach().bfloat16().requires_grad_() for x in exact[:3]]
+        rough.append(exact[3].detach().requires_grad_())
+        a = attend_plain(*exact, docs, window)
+        b = attend_flex(tools.flex, *rough, block_mask(docs, window))
+        probe = torch.randn(a.shape, generator=generator, device=device)
+        (a * probe).sum().backward()
+        (b.float() * probe).sum().backward()
+        pairs = [(a, b), *((x.grad, y.grad) for x, y in zip(exact, rough, strict=True))]
+        worst = max(worst, *(float((x - y).norm() / x.norm()) for x, y in pairs))
+    return worst
+
+
+@torch.no_grad()
+def teacher_forced(
+    model: TrainableGptOss, text: Text, *, count: int, is_rounded: bool, device: str
+) -> dict[str, float]:
+    """Return per task the share of held-out answers whose every token is the most likely one, given those before."""
+    # Every length is a shape: nothing is compiled here.
+    model.is_rounded, model.tools = is_rounded, Tools()
+    shares = {}
+    for task in ASKED:
+        right = 0
+        for example in held_out_set(task, count, seed=0):
+            token_ids, first = text.document(example)
+            tokens = torch.tensor([token_ids], device=device)
+            place = torch.arange(len(token_ids) - 1, device=device)[None]
+            with torch.autocast("cuda", torch.bfloat16, enabled=device != "cpu"):
+                hidden, _ = model(tokens[:, :-1], model.rows(place, torch.zeros_like(place)))
+                best = model.logits(hidden[0, first - 1 :]).argmax(-1)
+            right += bool((best == tokens[0, first:]).all())
+        shares[task] = right / count
+    return shares
+
+
+def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=8.0, help="for the three parts together")
+    parser.add_argument(
+        "--steps", type=int, nargs=3, default=None, metavar=("MODEL", "MTP", "DRAFT")
+    )
+    parser.add_argument("--size", default="large", choices=("large", "trial"))
+    parser.add_argument(
+        "--short", type=int, nargs=2, default=(32, 1024), metavar=("ROWS", "TOKENS")
+    )
+    parser.add_argument("--long", type=int, nargs=2, default=(8, 4096), metavar=("ROWS", "TOKENS"))
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--warmup", type=int, default=150, help="steps")
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--attention", default="auto", choices=("auto", "flex", "plain"))
+    parser.add_argument("--no-compile", action="store_true", help="run every function as written")
+    parser.add_argument("--workers", type=int, default=14, help="processes that draw data; 0: none")
+    parser.add_argument("--scored", type=int, default=40, help="held-out questions per task")
+    root = Path(__file__).resolve().parent
+    parser.add_argument("--tokenizer", type=Path, default=root / "tokenizer.json")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--work", type=Path, default=root.parent / ".cache/training")
+    return parser.parse_args(words)
+
+
+def main(words: list[str] | None = None) -> None:
+    """Train the three parts, export, score, write the card."""
+    arguments = arguments_of(words)
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    begin = time.perf_counter()
+    device = arguments.device
+    torch.set_float32_matmul_precision("high")
+    tools = Tools()
+    if not arguments.no_compile and device != "cpu":
+        tools = compiled(choose_attention(device, arguments.attention))
+    path = arguments.tokenizer.resolve()
+    plan = Plan(path, arguments.seed, tuple(arguments.short), tuple(arguments.long))
+    settings = Settings(
+        device=device,
+        seed=arguments.seed,
+        work=arguments.work,
+        source=Source(plan, arguments.workers),
+        tools=tools,
+        learning_rate=arguments.lr,
+        warmup=arguments.warmup,
+    )
+    tokenizer = FolderTokenizer(path)
+    eos = tuple(tokenizer.control_id(f"<|{n}|>") for n in ("return", "endoftext", "call"))
+    config = model_config(arguments.size, tokenizer.vocab_size, eos)
+    draft_size = "draft" if arguments.size == "large" else "trial"
+    draft_config = model_config(draft_size, tokenizer.vocab_size, eos)
+    torch.manual_seed(arguments.seed)
+    model = TrainableGptOss(config, tools)
+    mtp, draft = MtpHead(config), TrainableGptOss(draft_config, tools)
+    settings.say(
+        device=torch.cuda.get_device_name() if device != "cpu" else "cpu",
+        torch=torch.__version__,
+        python=platform.python_version(),
+        active=active_parameters(config),
+        active_draft=active_parameters(draft_config),
+    )
+    steps = dict(zip(SHARES, arguments.steps or (None,) * 3, strict=True))
+    parts = {
+        "model": ModelPart("model", model, settings),
+        "mtp": MtpPart(mtp, model, settings),
+        "draft": ModelPart("draft", draft, settings, rate=1.5),
+    }
+    losses = {}
+    for name, part in parts.items():
+        left = 60 * arguments.minutes - (time.perf_counter() - begin)
+        share = SHARES[name] / sum(SHARES[n] for n in SHARES if n not in losses)
+        losses[name] = part.run(steps[name], max(left, 1.0) * share)
+        if name == "model":
+            export(model, tokenizer, arguments.out / "tiny-gpt-oss")  # a run cut short leaves this
+    export(model, tokenizer, arguments.out / "tiny-gpt-oss", mtp)
+    export(draft, tokenizer, arguments.out / "tiny-gpt-oss-draft")
+    settings.source.close()
+    text = Text(path)
+    scores = {
+        name: teacher_forced(m, text, count=arguments.scored, is_rounded=rounded, device=device)
+        for name, m, rounded in (
+            ("mxfp4", model, True),
+            ("parent", model, False),
+            ("draft", draft, True),
+        )
+    }
+    settings.say(
+        scores=scores,
+        steps={n: len(x) for n, x in losses.items()},
+        minutes=(time.perf_counter() - begin) / 60,
+    )
+    write_card(arguments.out, config, draft_config, settings.log, losses, scores, arguments)
+    plot(losses, arguments.out / "loss.png")
+
+
+if __name__ == "__main__":
+    main()
