@@ -12,9 +12,12 @@ class EagerGraphs(DecodeGraphs):
         super().__init__(*args, **kwargs)
         self.used = []
 
-    def replay(self, num_rows, max_length, *, is_filtered):
+    def ensure(self, num_rows, max_length, flavour, prepare):
+        pass
+
+    def replay(self, num_rows, max_length, flavour):
         self.used.append(num_rows)
-        return self._step(num_rows, self.length_bucket(max_length), is_filtered)
+        return self._step(num_rows, self.length_bucket(max_length), flavour)
 
 
 def use_eager_graphs(engine, batch_sizes=(1, 2, 4)):

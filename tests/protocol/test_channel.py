@@ -8,7 +8,7 @@ import pytest
 import zmq
 
 from rose.protocol.channel import EngineEndpoint, FrontendEndpoint, LocalPair
-from rose.protocol.codec import ProtocolError
+from rose.protocol.codec import PROTOCOL_VERSION, ProtocolError
 from rose.protocol.event import TokensEvent
 from rose.protocol.request import Abort, StatusQuery
 from rose.utils.errors import ConfigError
@@ -74,8 +74,8 @@ def test_a_broken_frame_does_not_hide_the_next(tmp_path):
     context = zmq.Context()
     raw = context.socket(zmq.DEALER)
     raw.connect(f"ipc://{tmp_path}/engine.sock")
-    raw.send(b"\x01nonsense")
-    raw.send(b"\x01\x81\xa4type\xacstatus_query")
+    raw.send(bytes([PROTOCOL_VERSION]) + b"nonsense")
+    raw.send(bytes([PROTOCOL_VERSION]) + b"\x81\xa4type\xacstatus_query")
     with pytest.raises(ProtocolError):
         engine.receive(5000)
     assert engine.receive(5000) == StatusQuery()

@@ -41,6 +41,8 @@ def _requests():
         length = int(torch.randint(1, 300, (), generator=generator))
         prompt = torch.randint(512, (length,), generator=generator).tolist()
         filters = {"top_p": 0.9, "top_k": 40} if i % 3 == 0 else {}
+        if i % 4 == 2:
+            filters |= {"frequency_penalty": 0.5, "repetition_penalty": 1.2, "logprobs": 5}
         sampling = SamplingParams(temperature=float(i % 2), seed=i, **filters)
         requests.append(
             Request(
@@ -72,5 +74,5 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(is_overlapped):
             use_eager_graphs(engine, BATCH_SIZES)
         if not is_overlapped:
             engine.step = engine._step_in_turn
-        outputs.append([g.token_ids for g in engine.generate(_requests())])
+        outputs.append([(g.token_ids, g.logprobs) for g in engine.generate(_requests())])
     assert outputs[0] == outputs[1]

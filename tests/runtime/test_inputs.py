@@ -23,7 +23,9 @@ LAYOUT = CacheLayout(
 
 @pytest.fixture
 def tables():
-    return DeviceTables(LAYOUT, num_slots=4, context_tokens=32, max_step_tokens=16, device=CPU)
+    return DeviceTables(
+        LAYOUT, num_slots=4, context_tokens=32, max_step_tokens=16, vocab_size=50, device=CPU
+    )
 
 
 def _prefill(slot, tokens, pages, *, start=0, is_last=True, sampling=None):

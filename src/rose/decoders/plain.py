@@ -7,14 +7,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rose.decoders.results import ResultRing, StepHandle
+from rose.decoders.results import ResultRing, Sampled, StepHandle
 from rose.runtime.graphs import DecodeGraphs
 from rose.runtime.inputs import StepInputs
-from rose.runtime.plan import StepPlan, StepResult
+from rose.runtime.plan import PlanEntry, StepPlan, StepResult
 from rose.runtime.runner import ModelRunner
 from rose.runtime.warm_up import warm_up_steps
-from rose.sampling.batch import is_filtered
+from rose.sampling.batch import SampleFlavour, SlotFlavours
+from rose.sampling.logprobs import logprobs
 from rose.sampling.sampler import Sampler
+from rose.sampling.transforms import adjusted
 
 
 class PlainDecoder:
@@ -36,7 +38,7 @@ class PlainDecoder:
         self._tables = runner.tables
         num_slots = runner.tables.padding_slot
         self._results = ResultRing(num_slots, runner.tables.device)
-        self._filtered_slots: set[int] = set()
+        self._flavours = SlotFlavours()
         self.graphs = (
             DecodeGraphs(self._decode_step, max_rows=num_slots, max_lengths=graph_max_lengths)
             if use_graphs
@@ -47,14 +49,15 @@ class PlainDecoder:
         """See Decoder."""
         for entry in plan.prefill:
             if entry.sampling is not None:
-                change = set.add if is_filtered(entry.sampling) else set.discard
-                change(self._filtered_slots, entry.slot)
-        filtered = not self._filtered_slots.isdisjoint(plan.sample_slots)
+                self._take_slot(entry)
+        flavour = self._flavours.of(plan.sample_slots)
         if plan.prefill:
-            tokens_S = self._mixed_step(plan, filtered)
+            sampled = self._mixed_step(plan, flavour)
         else:
-            tokens_S = self._launch_decode(plan, filtered)
-        return self._results.send(plan.step, plan.sample_slots, tokens_S)
+            sampled = self._launch_decode(plan, flavour)
+        # copied: the slot may have another sequence before this step is collected
+        num_top = dict(self._flavours.logprobs) if flavour.is_extended else {}
+        return self._results.send(plan.step, plan.sample_slots, sampled, num_top)
 
     def collect(self, handle: StepHandle) -> StepResult:
         """See Decoder."""
@@ -84,36 +87,61 @@ class PlainDecoder:
             *self._sampler.kernel_table(),
         ]
 
-    def _launch_decode(self, plan: StepPlan, filtered: bool) -> Tensor:
+    @torch.inference_mode()
+    def _take_slot(self, entry: PlanEntry) -> None:
+        """Set what of sampling the device keeps by slot beside numbers: nothing, for nearly every request."""
+        assert entry.sampling is not None, "the entry takes no slot"
+        was_adjusted = entry.slot in self._flavours.adjusted
+        self._flavours.take(entry.slot, entry.sampling)
+        if entry.history is not None:
+            self._tables.adjustments.write(
+                entry.slot,
+                entry.sampling,
+                prompt_ids=entry.history.prompt_ids,
+                output_ids=entry.history.output_ids,
+                stop_ids=entry.history.stop_ids,
+            )
+        elif was_adjusted:
+            self._tables.adjustments.reset(entry.slot)
+
+    def _launch_decode(self, plan: StepPlan, flavour: SampleFlavour) -> Sampled:
         num_rows = len(plan.decode)
         if self.graphs is None:
             self._tables.send_decode(plan, num_rows)
-            return self._decode_step(num_rows, plan.max_length, filtered)
+            return self._decode_step(num_rows, plan.max_length, flavour)
         num_rows = self.graphs.bucket(num_rows)
+        self.graphs.ensure(num_rows, plan.max_length, flavour, self._send_padding)
         self._tables.send_decode(plan, num_rows)
-        return self.graphs.replay(num_rows, plan.max_length, is_filtered=filtered)
+        return self.graphs.replay(num_rows, plan.max_length, flavour)
 
     @torch.inference_mode()
-    def _decode_step(self, num_rows: int, max_length: int, filtered: bool) -> Tensor:
+    def _decode_step(self, num_rows: int, max_length: int, flavour: SampleFlavour) -> Sampled:
         """Run the decode step that was sent; reads and writes device memory only, so it can be captured."""
         inputs, logits_SV = self.runner.forward_decode(num_rows, max_length)
-        return self._sample(inputs, logits_SV, filtered)
+        return self._sample(inputs, logits_SV, flavour)
 
     @torch.inference_mode()
-    def _mixed_step(self, plan: StepPlan, filtered: bool) -> Tensor | None:
+    def _mixed_step(self, plan: StepPlan, flavour: SampleFlavour) -> Sampled | None:
         inputs, logits_SV = self.runner.forward(plan)
-        return None if logits_SV is None else self._sample(inputs, logits_SV, filtered)
+        return None if logits_SV is None else self._sample(inputs, logits_SV, flavour)
 
-    def _sample(self, inputs: StepInputs, logits_SV: Tensor, filtered: bool) -> Tensor:
+    def _sample(self, inputs: StepInputs, logits_SV: Tensor, flavour: SampleFlavour) -> Sampled:
+        slots_S, raw_SV = inputs.slots_S, logits_SV[:, : self.model.config.vocab_size]
+        if flavour.is_extended:
+            rows = self._tables.adjustments.gather(slots_S, inputs.positions_S)
+            logits_SV = adjusted(raw_SV, rows)
         tokens_S = self._sampler.sample(
             logits_SV,
             inputs.sampling,
             inputs.positions_S,
             phase=inputs.context.phase,
-            is_filtered=filtered,
+            is_filtered=flavour.is_filtered,
         )
-        self._tables.keep_tokens(inputs.slots_S, tokens_S)
-        return tokens_S
+        self._tables.keep_tokens(slots_S, tokens_S)
+        if not flavour.is_extended:
+            return Sampled(tokens_S)
+        self._tables.adjustments.count(slots_S, tokens_S)
+        return Sampled(tokens_S, logprobs(raw_SV, tokens_S))
 
     def _send_padding(self, num_rows: int) -> None:
         empty = StepPlan(step=-1, decode=[], prefill=[], sample_slots=[], max_length=0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from rose.protocol.event import ErrorCode, ErrorEvent
 from rose.protocol.request import Request
+from rose.protocol.sampling_params import MAX_BANNED
 
 
 def refusal(
@@ -61,10 +62,18 @@ def _problems(request: Request, vocab_size: int) -> list[str]:
     for name, ids in (
         ("prompt_token_ids", request.prompt_token_ids),
         ("stop_token_ids", request.stop_token_ids),
+        ("logit_bias", list(request.sampling.logit_bias)),
     ):
         if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
             index = next(i for i, t in enumerate(ids) if not 0 <= t < vocab_size)
             problems.append(f"{name}[{index}]={ids[index]}; allowed: 0 to {vocab_size - 1}")
+    minimum = request.sampling.min_tokens
+    if minimum > max(1, request.max_tokens):
+        problems.append(f"min_tokens={minimum}; allowed: 0 to max_tokens={request.max_tokens}")
+    if minimum and len(request.stop_token_ids) > MAX_BANNED:
+        problems.append(
+            f"min_tokens with {len(request.stop_token_ids)} stop_token_ids; allowed: {MAX_BANNED} at most"
+        )
     return problems
 
 

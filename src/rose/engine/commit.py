@@ -23,11 +23,15 @@ def commit(
     events: list[FromEngine] = []
     ended: list[str] = []
     tokens_of, is_over = result.token_ids, SequenceState.FINISHED
+    logprobs_of = result.logprobs
     for slot, sequence in zip(flight.slots, flight.sequences, strict=True):
         if sequence.state is is_over:
             continue
         taken, reason = sequence.append(tokens_of[slot])
-        events.append(TokensEvent(request_id=sequence.request_id, token_ids=taken))
+        logprobs = logprobs_of[slot][: len(taken)] if slot in logprobs_of else None
+        events.append(
+            TokensEvent(request_id=sequence.request_id, token_ids=taken, logprobs=logprobs)
+        )
         if reason is not None:
             scheduler.finish(sequence)
             ended.append(sequence.request_id)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -29,6 +29,7 @@ from rose.protocol.event import (
     FinishedEvent,
     FinishReason,
     FromEngine,
+    TokenLogprobs,
     TokensEvent,
 )
 from rose.protocol.request import Request
@@ -56,6 +57,8 @@ class Generation:
     token_ids: list[int]
     reason: FinishReason | None = None
     num_cached_tokens: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One per token, where the request asked for them."""
 
 
 class RequestRefused(RoseError):
@@ -262,6 +265,7 @@ class LLMEngine:
 def _collect(outputs: dict[str, Generation], event: FromEngine) -> None:
     if isinstance(event, TokensEvent):
         outputs[event.request_id].token_ids += event.token_ids
+        outputs[event.request_id].logprobs += event.logprobs or []
     elif isinstance(event, FinishedEvent):
         outputs[event.request_id].reason = event.reason
     elif isinstance(event, ErrorEvent):

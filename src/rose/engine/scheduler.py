@@ -176,6 +176,7 @@ class Scheduler:
                 is_last_chunk=is_last,
                 new_pages=updates,
                 sampling=sequence.sampling if is_new else None,
+                history=sequence.history() if is_new else None,
             )
         )
         sequence.num_scheduled = end

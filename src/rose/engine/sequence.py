@@ -8,7 +8,7 @@ from rose.cache.table import SequencePages
 from rose.protocol.event import FinishReason
 from rose.protocol.request import Request
 from rose.protocol.sampling_params import SamplingParams
-from rose.runtime.plan import PlanEntry
+from rose.runtime.plan import PlanEntry, SlotHistory
 
 _NO_PAGES = SequencePages(0)
 _NO_ENTRY = PlanEntry.decode(-1)
@@ -72,6 +72,16 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Tokens generated, as far as the host knows."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    def history(self) -> SlotHistory | None:
+        """Return its tokens where its parameters look back; all of them are known to the host."""
+        if not self.sampling.changes_logits:
+            return None
+        return SlotHistory(
+            prompt_ids=self.token_ids[: self.num_prompt_tokens],
+            output_ids=self.token_ids[self.num_prompt_tokens :],
+            stop_ids=sorted(self.stop_ids),
+        )
 
     def start(self, slot: int, pages: SequencePages) -> None:
         """Begin to run, or run again after a preemption, from the first token."""

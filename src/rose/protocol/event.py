@@ -16,13 +16,27 @@ ErrorCode = Literal[
 ]
 
 
-class TokensEvent(msgspec.Struct, frozen=True, kw_only=True, tag="tokens", gc=False):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Log-probabilities at one position, of the distribution as the model gave it."""
+
+    logprob: float
+    """Of the sampled token."""
+    top_ids: list[int]
+    """The best tokens, as many as were asked for, best first."""
+    top_logprobs: list[float]
+
+
+class TokensEvent(
+    msgspec.Struct, frozen=True, kw_only=True, tag="tokens", gc=False, omit_defaults=True
+):
     """New tokens of one request; several where a decoder accepts drafts."""
 
     request_id: str
     token_ids: list[int]
     num_cached_tokens: int = 0
     """Prompt tokens whose KV came from the prefix cache; set on the first event."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One per token, where the request asked for them."""
 
 
 class FinishedEvent(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):

@@ -54,6 +54,7 @@ def assemble(
         num_slots=config.scheduler.max_sequences,
         context_tokens=context_tokens,
         max_step_tokens=config.scheduler.max_step_tokens,
+        vocab_size=model.config.vocab_size,
         device=device,
         kernels=config.kernels,
     )

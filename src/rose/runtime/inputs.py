@@ -19,6 +19,7 @@ from rose.kernels.registry import REGIMES, bind
 from rose.layers.context import ForwardContext, KindContext
 from rose.runtime.plan import PlanEntry, StepPlan
 from rose.runtime.staging import StagingRing
+from rose.sampling.adjustments import AdjustmentTable
 from rose.sampling.batch import FLOATS, INTS, SamplingBatch, SamplingTable, pack
 from rose.utils.device import DeviceFacts
 from rose.utils.math import ceil_div
@@ -57,6 +58,7 @@ class DeviceTables:
         num_slots: int,
         context_tokens: int,
         max_step_tokens: int,
+        vocab_size: int,
         device: DeviceFacts,
         kernels: KernelsConfig | None = None,
     ) -> None:
@@ -84,6 +86,7 @@ class DeviceTables:
         self.lengths_R = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
         self.last_tokens_R = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
         self.sampling = SamplingTable(num_rows, self.device)
+        self.adjustments = AdjustmentTable(num_rows, vocab_size, self.device)
         self._kind_strides = [k * num_rows * self._num_columns for k in range(num_kinds)]
         updates = num_kinds * (max_step_tokens // layout.page_tokens + 2 * num_rows)
         capacity = 3 * max_step_tokens + (6 + _PACKED) * num_rows + 2 * updates + 2

@@ -47,12 +47,13 @@ class MemoryPlan:
 
 
 def graph_bytes(max_rows: int, vocab_size: int) -> int:
-    """Estimate what decode graphs hold: float32 logits twice (head, sampler) and a margin.
+    """Estimate what decode graphs hold: float32 logits five times (head, sampler; and where a row has penalties,
+    changed logits, counts and factors) and a margin.
 
     The margin of 256 MiB is a guess for the workspace of one step at `max_rows`; what they really took is
     printed after capture.
     """
-    return 2 * 4 * max_rows * vocab_size + 256 * (1 << 20)
+    return 5 * 4 * max_rows * vocab_size + 256 * (1 << 20)
 
 
 def window_pages(layout: CacheLayout, scheduler: SchedulerConfig, full_pages: int) -> int:

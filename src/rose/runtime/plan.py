@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from rose.protocol.event import TokenLogprobs
 from rose.protocol.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotHistory:
+    """The tokens of a sequence when it takes a slot, for parameters that look back."""
+
+    prompt_ids: list[int]
+    output_ids: list[int]
+    """Sampled before a preemption; empty otherwise."""
+    stop_ids: list[int]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,6 +41,8 @@ class PlanEntry:
     ids of freed pages: nothing reads them."""
     sampling: SamplingParams | None = None
     """Set when is_new: parameters with the seed filled in."""
+    history: SlotHistory | None = None
+    """Set when is_new and `sampling` changes logits."""
 
     @classmethod
     def decode(cls, slot: int, *, position: int = 0) -> PlanEntry:
@@ -68,3 +81,5 @@ class StepResult:
 
     step: int
     token_ids: dict[int, list[int]]
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    """One per token, for the slots whose parameters ask for them."""

@@ -84,6 +84,48 @@ def pack(sampling: SamplingParams) -> list[int]:
     return [sampling.seed, top_k, *struct.unpack("<3i", struct.pack("<3f", *floats))]
 
 
+@dataclass(frozen=True, slots=True)
+class SampleFlavour:
+    """Which passes over the logits the rows of a step need; one decode graph is captured for each."""
+
+    is_filtered: bool = False
+    """Some row may leave tokens out, so the one-pass sampler does not do."""
+    is_extended: bool = False
+    """Some row changes logits or reports log-probabilities."""
+
+
+class SlotFlavours:
+    """Which slots need more than the cheapest flavour."""
+
+    def __init__(self) -> None:
+        self._filtered: set[int] = set()
+        self._extended: set[int] = set()
+        self.adjusted: set[int] = set()
+        """Slots whose rows of the AdjustmentTable are not neutral."""
+        self.logprobs: dict[int, int] = {}
+        """Slot -> how many of the best tokens it reports."""
+
+    def take(self, slot: int, sampling: SamplingParams) -> None:
+        """Note what the sequence that takes a slot needs."""
+        for slots, is_in in (
+            (self._filtered, is_filtered(sampling)),
+            (self.adjusted, sampling.changes_logits),
+            (self._extended, sampling.changes_logits or sampling.logprobs is not None),
+        ):
+            change = slots.add if is_in else slots.discard
+            change(slot)
+        if sampling.logprobs is not None:
+            self.logprobs[slot] = sampling.logprobs
+        else:
+            self.logprobs.pop(slot, None)
+
+    def of(self, slots: list[int]) -> SampleFlavour:
+        """Return what a step with these slots needs."""
+        return SampleFlavour(
+            not self._filtered.isdisjoint(slots), not self._extended.isdisjoint(slots)
+        )
+
+
 def is_filtered(sampling: SamplingParams) -> bool:
     """Tell whether any token can be left out, so that the one-pass sampler does not do."""
     return sampling.temperature >= GREEDY_BELOW and (
