@@ -299,3 +299,22 @@ def test_sources_of_a_bound_table_are_compiled_beside_other_work():
     assert not library.ended.is_set()
     library.may_end.set()
     assert library.ended.wait(10)
+
+
+def test_a_folder_that_fails_to_import_stays_refused():
+    program = (
+        "import pkgutil\n"
+        "from rose.kernels import registry\n"
+        "broken = pkgutil.ModuleInfo(None, 'torch_missing_impl', False)\n"
+        "registry.pkgutil.iter_modules = lambda path: [broken]\n"
+        "for _ in range(2):\n"
+        "    try:\n"
+        "        registry.load('rms_norm')\n"
+        "        print('loaded')\n"
+        "    except ModuleNotFoundError as error:\n"
+        "        print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.count("No module named 'rose.kernels.rms_norm.torch_missing_impl'") == 2

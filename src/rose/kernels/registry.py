@@ -184,6 +184,7 @@ def call_problems(operation: Operation, arguments: Mapping[str, Any]) -> list[st
 _operations: dict[str, Operation] = {}
 _implementations: dict[str, dict[str, Implementation]] = {}
 _absent: dict[str, list[str]] = {}
+_broken: dict[str, Exception] = {}
 
 
 def register(implementation: Implementation) -> Implementation:
@@ -232,6 +233,9 @@ def load(name: str) -> Operation:
 
     Raises  ContractError with the known names.
     """
+    if name in _broken:
+        # Some of its files registered, some did not; importing again would not run the former anew.
+        raise _broken[name]
     if name in _operations:
         return _operations[name]
     if name not in operation_names():
@@ -241,6 +245,16 @@ def load(name: str) -> Operation:
     operation: Operation = importlib.import_module(f"{_PACKAGE}.{name}.contract").OPERATION
     _operations[name] = operation
     _absent[name] = []
+    try:
+        _import_implementations(operation)
+    except Exception as error:
+        _broken[name] = error
+        raise
+    return operation
+
+
+def _import_implementations(operation: Operation) -> None:
+    name = operation.name
     folder = Path(__file__).parent / name
     register(_reference_implementation(operation))
     for module in pkgutil.iter_modules([str(folder)]):
@@ -257,7 +271,6 @@ def load(name: str) -> Operation:
             _absent[name].append(f"{module.name}: {needed} is not installed")
             continue
         importlib.import_module(f"{_PACKAGE}.{name}.{module.name}")
-    return operation
 
 
 def _reference_implementation(operation: Operation) -> Implementation:
