@@ -234,17 +234,24 @@ def _expand(experts: Any) -> None:
 
 
 def draw(
-    sizes: dict[str, int], tokens: int, weight: str, *, seed: int, **options: Any
+    sizes: dict[str, int],
+    tokens: int,
+    weight: str,
+    *,
+    seed: int,
+    device: str = "cuda",
+    **options: Any,
 ) -> tuple[Case, dict[str, Any]]:
-    """Return a case and its arguments on the GPU."""
+    """Return a case and its arguments; options that are not given are those of the plain cases."""
+    module = cases_module("moe_experts")
     case = Case(
         name="drawn",
         sizes={**sizes, "T": tokens},
         formats={"activation": "bf16", "weight": weight},
         rows=tokens,
-        options={"experts_hit": None, "foreign": False, "large_values": False, **options},
+        options={**module.CASES[0].options, **options},
     )
-    return case, cases_module("moe_experts").inputs(case, seed, "cuda")
+    return case, module.inputs(case, seed, device)
 
 
 CHECKS: list[tuple[str, dict[str, int], int, dict[str, Any]]] = [

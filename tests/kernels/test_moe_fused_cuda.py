@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +44,17 @@ def test_nothing_binds_them() -> None:
     registry.load("moe_experts")
     names = {i.name for i in registry.implementations("moe_experts")}
     assert "cuda_fused" not in names
+
+
+def test_the_benchmarks_can_draw_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    bench = importlib.import_module("moe_prefill_fused")
+    registry.load("moe_experts")
+    for rung in bench.RUNGS:
+        small = {**rung.sizes, "D": 64, "I": 64}
+        case, drawn = bench.draw(small, 2, "mxfp4", seed=1, device="cpu", **rung.options)
+        assert drawn["x_TD"].shape == (2, 64)
+        assert not rung.counts or sum(rung.counts) == rung.tokens * case.sizes["K"]
 
 
 # The order of work.

@@ -214,6 +214,7 @@ CASES = [
     pytest.param("fp8_block", 128, [70, 0, 200], 192, 192, marks=pytest.mark.slow),
     pytest.param("fp8_block", 256, [1, 300], 320, 256, marks=pytest.mark.slow),
     pytest.param("mxfp4", 256, [257, 64, 129], 320, 320, marks=pytest.mark.slow),
+    pytest.param("mxfp4", 256, [64, 128, 192], 320, 256, marks=pytest.mark.slow),
     pytest.param("mxfp4", 256, [3, 60], 64, 64, marks=pytest.mark.slow),
     pytest.param("mxfp4", 256, [65, 0, 0, 600], 448, 192, marks=pytest.mark.slow),
     pytest.param("fp8_block", 128, [257, 64, 129], 320, 320, marks=pytest.mark.slow),

@@ -139,7 +139,7 @@ inline std::string run_block(const std::function<void()>& kernel, int index, int
   for (bool any = true; any;) {
     any = false;
     const uint64_t before = state.progress;
-    const int first = random_bits() % (threads / 32) * 32;
+    const int first = random_bits() % threads;
     for (int i = 0; i < threads; ++i) {
       state.current = (first + i) % threads;
       if (state.fibers[state.current].is_done) continue;
@@ -159,8 +159,10 @@ inline std::string run_block(const std::function<void()>& kernel, int index, int
     idle = state.progress == before ? idle + 1 : 0;
     if (idle > 300 && state.problem.empty()) {
       state.problem = "deadlock:";
-      for (int t = 0; t < threads; t += 32) {
-        if (!state.fibers[t].is_done) state.problem += " " + std::to_string(t) + " waits for " + state.fibers[t].waits_for;
+      for (int t = 0; t < threads; ++t) {
+        const bool is_like_last = t % 32 && state.fibers[t].waits_for == state.fibers[t - 1].waits_for;
+        if (state.fibers[t].is_done || is_like_last) continue;
+        state.problem += " from " + std::to_string(t) + " on " + state.fibers[t].waits_for;
       }
     }
   }

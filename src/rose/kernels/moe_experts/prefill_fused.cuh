@@ -176,6 +176,7 @@ __device__ __forceinline__ void fill_stages(const Problem& p, int num_items, con
         slabs * kSlabBytes + boxes * kScaleBox * 4 + (P::kMxfp4 ? 0 : P::kWBytes);
     for (int kb = 0; kb < k_blocks; ++kb, ring.next()) {
       mbarrier_wait(at.empty + 8 * ring.stage, ring.parity ^ 1);
+      __syncwarp();  // before lane 0 lets the next phase begin
       const uint32_t barrier = at.full + 8 * ring.stage;
       const uint32_t a = at.base + ring.stage * P::kStageBytes;
       const uint32_t aside = at.base + P::kAside + ring.stage * P::kAsideBytes;
@@ -221,6 +222,7 @@ __device__ __forceinline__ void fill_packed(const Problem& p, int num_items, con
     const Place place = walk.place;
     for (int kb = 0; kb < k_blocks; ++kb, ring.next()) {
       mbarrier_wait(at.packed_empty + 8 * ring.stage, ring.parity ^ 1);
+      __syncwarp();  // before lane 0 lets the next phase begin
       const uint32_t barrier = at.packed_full + 8 * ring.stage;
       const uint32_t packed = at.base + P::kPacked + ring.stage * kPackedPitch;
       if (lane == 0) {
@@ -553,6 +555,7 @@ __device__ __forceinline__ void consume(const Problem& p, int num_items, const S
           if (threadIdx.x % 32 == 0) mbarrier_arrive(at.empty + 8 * ring.stage);
         }
       } else {
+        __syncwarp();  // every lane has read the place of the tile before
         store_place(at.places + 16 * (threadIdx.x / 32), place);
         const int column_blocks = (p.n + kColumns - 1) / kColumns, column_block = place.column / kColumns;
         const float* w_scales = p.w_scales + (size_t(place.expert) * column_blocks + column_block) * k_blocks;
