@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -167,3 +168,18 @@ def test_a_damaged_model_is_said_in_one_line(model_folder, tmp_path):
     assert shard.name in errors[0]
     assert "100000 bytes" in errors[0]
     assert "Traceback" not in result.stderr
+
+
+def test_a_killed_server_leaves_neither_an_engine_nor_a_socket():
+    server = RunningServer()
+    engine = server.engine_pid()
+    words = Path(f"/proc/{engine}/cmdline").read_text().split("\0")
+    [address] = [word for word in words if word.startswith("ipc://")]
+    folder = Path(address.removeprefix("ipc://")).parent
+    assert folder.is_dir()
+    server.process.kill()
+    server.process.wait()
+    end = time.monotonic() + 20
+    while folder.exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not folder.exists()
