@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from rose.kernels.formats import FLOAT32, MXFP4, FormattedTensor, decode, plain
@@ -79,13 +80,18 @@ def split(rule: WeightRule, cut: Cut = WHOLE) -> list[Piece]:
 def read(reader: CheckpointReader, piece: Piece, *, is_pinned: bool = False) -> FormattedTensor:
     """Read a piece: an expert's matrix [N, K], rows of a matrix [rows, K], or part of a vector.
 
-    Raises  CheckpointError where MXFP4 scales hold NaN.
+    Raises  CheckpointError where MXFP4 scales hold NaN, or plain numbers NaN or infinity.
     """
     rule, form = piece.rule, piece.rule.storage.format
     start, stop = piece.start + rule.first_row, piece.stop + rule.first_row
     values = reader.read(rule.values_name, start, stop, is_pinned=is_pinned)
     values = values[0] if rule.is_stack else values
     if form.block is None or rule.scales_name is None:
+        if not torch.isfinite(values).all():
+            raise CheckpointError(
+                f"{rule.values_name}: weights hold NaN or infinity; allowed: finite numbers; "
+                "the file is damaged, fetch it again"
+            )
         values = values.transpose(-1, -2) if rule.storage.is_transposed else values
         return plain(_columns(values, piece))
     if not rule.is_stack:

@@ -1,6 +1,7 @@
 """Every layout gives the same parameters: those that the names and codes in the file spell out."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -240,6 +241,18 @@ def test_all_that_does_not_add_up_is_reported_at_once(tmp_path, tiny):
         "lm_head.weight: found BF16 [200, 160], needed BF16 or F32 or F64 [300, 160]" in misshapen
     )
     assert "down_proj_scales: found F32 [4, 160, 5], needed U8 [4, 160, 5]" in misshapen
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_numbers_that_are_none_are_refused_with_their_tensors_name(tmp_path, tiny, number):
+    c, original = tiny
+    tensors = checkpoints.hugging_face(c, original)
+    name = "model.layers.1.input_layernorm.weight"
+    tensors[name] = tensors[name].clone()
+    tensors[name][7] = number
+    folder = checkpoints.write(tmp_path / "nan", tensors, checkpoints.hugging_face_json(c))
+    with pytest.raises(CheckpointError, match=f"{name}: weights hold NaN or infinity"):
+        _load(folder)
 
 
 def test_nan_scales_are_refused_with_their_tensors_name(tmp_path, tiny):
