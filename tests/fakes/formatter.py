@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 
-from rose.frontend.formatters.base import Answer, Delta, EncodedPrompt, FormatError
+from rose.frontend.formatters.base import Answer, ContentSpan, Delta, EncodedPrompt, FormatError
 
 REASONING, CONTENT, CALL, ARGUMENTS, END = range(256, 261)
 
@@ -52,6 +52,9 @@ class FakeFormatter:
             token_ids=text_tokens(prompt), stop_token_ids=[END], declared_tools=names
         )
 
+    def token_bytes(self, token_id):
+        return bytes([token_id]) if token_id < 256 else f"<{token_id}>".encode()
+
     def decoder(self, *, declared_tools=()):
         return FakeDecoder()
 
@@ -62,11 +65,23 @@ class FakeDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._name: list[int] = []
         self._answer = Answer(content=None, reasoning=None)
+        self._spans = []
+        self._ordinal = self._num_characters = 0
+
+    def track(self):
+        self._spans = []
+        return self._spans
 
     def push(self, token_ids):
         deltas = []
         for token in token_ids:
-            deltas += self._take(token)
+            taken = self._take(token)
+            if token < 256 and self._kind == CONTENT:
+                start = self._num_characters
+                self._num_characters += sum(len(d.text) for d in taken)
+                self._spans.append(ContentSpan(self._ordinal, start, self._num_characters))
+            self._ordinal += 1
+            deltas += taken
         return deltas
 
     def finish(self, reason):

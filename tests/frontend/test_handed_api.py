@@ -11,12 +11,11 @@ from rose.frontend.formatters.registry import build_formatter
 
 DATA = Path(__file__).parents[1] / "data" / "handed.jsonl"
 CASES = {case["id"]: case for case in map(json.loads, DATA.read_text().splitlines())}
-# Cases of issues to come: Responses, forced tool choice, logprobs, API keys.
+# Cases of issues to come: Responses, forced tool choice, API keys.
 LATER = {
     "api-responses-function-call",
     "api-responses-stream-indices",
     "api-tool-choice-required",
-    "api-logprobs-final-only",
     "api-key-covers-all-routes",
 }
 
@@ -167,9 +166,26 @@ def test_two_choices_stream_their_own_calls(lab, play):
     assert _pieces(chunks, 0)[0]["id"] != _pieces(chunks, 1)[0]["id"]
 
 
-@pytest.mark.parametrize("case_id", ["api-tool-choice-required", "api-logprobs-final-only"])
-def test_what_comes_later_is_refused_clearly_until_then(play, case_id):
-    response = play(case_id)
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_logprobs_are_those_of_the_content(lab, play, is_stream):
+    expected = CASES["api-logprobs-final-only"]["expected"]["logprobs"]
+    response = play("api-logprobs-final-only", stream=is_stream)
+    if is_stream:
+        found = [c["logprobs"] for chunk in _chunks(lab, response) for c in chunk["choices"]]
+        entries = [entry for logprobs in found if logprobs for entry in logprobs["content"]]
+    else:
+        entries = response.json()["choices"][0]["logprobs"]["content"]
+    text = b"".join(bytes(entry["bytes"]) for entry in entries).decode()
+    assert text == expected["concat_bytes_equals_content"]
+    for entry in entries:
+        assert expected["no_token_contains"] not in entry["token"]
+        assert set(expected["each_has"]) <= set(entry)
+        assert len(entry["top_logprobs"]) == expected["top_logprobs_len"]
+        assert all(e["logprob"] <= 0 for e in (entry, *entry["top_logprobs"]))
+
+
+def test_what_comes_later_is_refused_clearly_until_then(play):
+    response = play("api-tool-choice-required")
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "unsupported_value"
 

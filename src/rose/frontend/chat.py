@@ -11,6 +11,7 @@ from msgspec import UNSET
 
 from rose.frontend.formatters.base import Delta
 from rose.frontend.generation import Job, Piece, new_id
+from rose.frontend.logprobs import TokenScore
 from rose.frontend.schemas import (
     CalledFunction,
     ChatChoice,
@@ -18,10 +19,13 @@ from rose.frontend.schemas import (
     ChatChunkChoice,
     ChatCompletion,
     ChatDelta,
+    ChatLogprobs,
     ChatMessage,
     FunctionPiece,
+    TokenLogprob,
     ToolCall,
     ToolCallPiece,
+    TopLogprob,
 )
 
 
@@ -39,7 +43,8 @@ class ChatWriter:
         for delta in piece.deltas:
             change = self._change(delta)
             if change is not None:
-                written.append(self._chunk(piece.index, change))
+                logprobs = _logprobs(delta.scores) if delta.scores else None
+                written.append(self._chunk(piece.index, change, logprobs=logprobs))
         if piece.finish_reason is not None:
             written.append(self._chunk(piece.index, ChatDelta(), piece.finish_reason))
         return written
@@ -71,8 +76,16 @@ class ChatWriter:
         piece = ToolCallPiece(index=delta.index, function=FunctionPiece(arguments=delta.text))
         return ChatDelta(tool_calls=[piece])
 
-    def _chunk(self, index: int, delta: ChatDelta, finish: str | None = None) -> ChatChunk:
-        return self._new_chunk([ChatChunkChoice(index=index, delta=delta, finish_reason=finish)])
+    def _chunk(
+        self,
+        index: int,
+        delta: ChatDelta,
+        finish: str | None = None,
+        *,
+        logprobs: ChatLogprobs | None = None,
+    ) -> ChatChunk:
+        choice = ChatChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=finish)
+        return self._new_chunk([choice])
 
     def _new_chunk(self, choices: list[ChatChunkChoice]) -> ChatChunk:
         return ChatChunk(
@@ -92,19 +105,30 @@ class ChatFold:
         self._job = job
         self._messages = {run.index: ChatMessage() for run in job.runs}
         self._reasons: dict[int, str] = {}
+        self._logprobs = {
+            run.index: ChatLogprobs(content=[]) if job.with_logprobs else None for run in job.runs
+        }
 
     def add(self, chunks: Iterable[ChatChunk]) -> None:
         """Take more chunks of the same answer."""
         for chunk in chunks:
             for choice in chunk.choices:
                 _add_delta(self._messages[choice.index], choice.delta)
+                whole = self._logprobs[choice.index]
+                if choice.logprobs is not None and whole is not None:
+                    whole.content += choice.logprobs.content
                 if choice.finish_reason is not None:
                     self._reasons[choice.index] = choice.finish_reason
 
     def completion(self) -> ChatCompletion:
         """Return the answer; every choice has ended."""
         choices = [
-            ChatChoice(index=index, message=message, finish_reason=self._reasons[index])
+            ChatChoice(
+                index=index,
+                message=message,
+                logprobs=self._logprobs[index],
+                finish_reason=self._reasons[index],
+            )
             for index, message in sorted(self._messages.items())
         ]
         return ChatCompletion(
@@ -114,6 +138,22 @@ class ChatFold:
             choices=choices,
             usage=self._job.usage(),
         )
+
+
+def _logprobs(scores: list[TokenScore]) -> ChatLogprobs:
+    content = [
+        TokenLogprob(
+            token=score.text,
+            logprob=score.logprob,
+            bytes=list(score.piece),
+            top_logprobs=[
+                TopLogprob(token=p.decode("utf-8", "replace"), logprob=value, bytes=list(p))
+                for p, value in score.top
+            ],
+        )
+        for score in scores
+    ]
+    return ChatLogprobs(content=content)
 
 
 def _add_delta(message: ChatMessage, delta: ChatDelta) -> None:

@@ -6,14 +6,17 @@ Chat and completions, streamed or not, all run through `pieces`; what differs is
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rose.frontend.client import EngineClient
 from rose.frontend.errors import RequestError
 from rose.frontend.formatters.base import AnswerDecoder, Delta, EncodedPrompt
+from rose.frontend.logprobs import ContentLogprobs
 from rose.frontend.metrics import Metrics
 from rose.frontend.schemas import CompletionDetails, PromptDetails, SamplingFields, Usage
 from rose.frontend.stops import StopStrings
@@ -22,6 +25,17 @@ from rose.protocol.request import Request
 from rose.protocol.sampling_params import SamplingParams
 
 SEED_RANGE = 2**63
+SAMPLING_NUMBERS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "min_tokens",
+)
+"""Fields that a request and SamplingParams share."""
 
 
 class ChoiceRun:
@@ -36,6 +50,7 @@ class ChoiceRun:
         stop_strings: Sequence[str] = (),
         max_calls: int | None = None,
         calls_as_text: bool = False,
+        logprobs: ContentLogprobs | None = None,
     ) -> None:
         self.index = index
         self.prompt = prompt
@@ -49,26 +64,61 @@ class ChoiceRun:
         self._stops = StopStrings(stop_strings)
         self._max_calls = max_calls
         self._calls_as_text = calls_as_text
+        self._logprobs = logprobs
 
     def take(self, event: TokensEvent) -> list[Delta]:
         """Take tokens; return what they add to the answer. `finish_reason` is set where they end it early."""
         self.num_output_tokens += len(event.token_ids)
         self.num_cached_tokens = max(self.num_cached_tokens, event.num_cached_tokens)
-        deltas = self._filter(self._decoder.push(event.token_ids))
+        if self._logprobs is not None and event.logprobs is not None:
+            deltas = self._take_scored(self._logprobs, event)
+        else:
+            deltas = self._filter(self._decoder.push(event.token_ids))
         if self.finish_reason is not None:
             self._close("stop")
         return deltas
 
     def finish(self, reason: str) -> list[Delta]:
         """Take the engine's end; return what was held back."""
-        deltas = self._filter(self._close(reason))
+        raw = self._close(reason)
+        deltas = self._filter(raw)
         if self.finish_reason is None:
             held = self._stops.finish()
             deltas += [Delta(kind="content", text=held)] if held else []
             reason = self._decoder.answer().finish_reason
             is_hidden_call = self._calls_as_text and reason == "tool_calls"
             self.finish_reason = "stop" if is_hidden_call else reason
+        if self._logprobs is not None:
+            self._attach(self._logprobs, raw, deltas)
         return deltas
+
+    def _take_scored(self, logprobs: ContentLogprobs, event: TokensEvent) -> list[Delta]:
+        """Take tokens one by one, so that each is known by the text it brought."""
+        deltas: list[Delta] = []
+        for token_id, entry in zip(event.token_ids, event.logprobs or (), strict=True):
+            logprobs.take(token_id, entry)
+            raw = self._decoder.push([token_id])
+            passed = self._filter(raw)
+            self._attach(logprobs, raw, passed)
+            deltas += passed
+            if self.finish_reason is not None:
+                break
+        return deltas
+
+    def _attach(self, logprobs: ContentLogprobs, raw: list[Delta], passed: list[Delta]) -> None:
+        """Give the last piece of content that passed the log-probabilities of what has been sent."""
+        shown = [_call_as_text(d) for d in raw if d.kind not in ("content", "reasoning")]
+        content = [d for d in passed if d.kind == "content"]
+        logprobs.follow(
+            num_foreign=sum(len(d.text) for d in shown) if self._calls_as_text else 0,
+            num_sent=sum(len(d.text) for d in content),
+        )
+        scores = logprobs.ready(is_end=self.finish_reason is not None)
+        if scores and not content:
+            content.append(Delta(kind="content"))
+            passed.append(content[-1])
+        if scores:
+            content[-1].scores += scores
 
     def _close(self, reason: str) -> list[Delta]:
         rest = self._decoder.finish(reason)
@@ -136,6 +186,7 @@ class Job:
     is_stream: bool
     with_usage: bool
     """Send a usage chunk at the end of the stream."""
+    with_logprobs: bool = False
     started: float = field(default_factory=time.monotonic)
 
     def usage(self) -> Usage:
@@ -160,28 +211,49 @@ def new_id(prefix: str) -> str:
     return f"{prefix}{uuid.uuid4().hex}"
 
 
-def sampling_params(fields: SamplingFields, choice: int) -> SamplingParams:
+def sampling_params(
+    fields: SamplingFields, choice: int, *, vocab_size: int, logprobs: int | None = None
+) -> SamplingParams:
     """Return how to choose the tokens of one choice; choices after the first get the seeds after `seed`.
 
     Raises  RequestError for a value out of range.
     """
-    given = {
-        name: value
-        for name in ("temperature", "top_p", "top_k", "min_p")
-        if (value := getattr(fields, name)) is not None
+    given: dict[str, Any] = {
+        name: value for name in SAMPLING_NUMBERS if (value := getattr(fields, name)) is not None
     }
+    given["logprobs"] = logprobs
+    if fields.logit_bias:
+        given["logit_bias"] = _biases(fields.logit_bias, vocab_size)
     if given.get("top_k") == -1:
         given["top_k"] = 0  # the other common way to write "all"
     params = SamplingParams(**given, seed=fields.seed)
     problems = params.problems()
     if problems:
         raise RequestError(
-            "invalid_request", "; ".join(problems), param=problems[0].partition("=")[0]
+            "invalid_request", "; ".join(problems), param=re.split("[= ]", problems[0])[0]
         )
     if fields.seed is None or choice == 0:
         return params
     seed = (fields.seed + choice + SEED_RANGE) % (2 * SEED_RANGE) - SEED_RANGE
     return SamplingParams(**given, seed=seed)
+
+
+def _biases(asked: dict[str, float], vocab_size: int) -> dict[int, float]:
+    """Return the biases by token id; JSON has names only.
+
+    Raises  RequestError naming the first that is no id of the vocabulary.
+    """
+    biases = {}
+    for name, bias in asked.items():
+        # length first: int() of many digits is slow, and raises
+        if not (len(name) <= 9 and name.isascii() and name.isdigit() and int(name) < vocab_size):
+            raise RequestError(
+                "invalid_request",
+                f"logit_bias has {name[:40]!r}; allowed: token ids from 0 to {vocab_size - 1}",
+                param="logit_bias",
+            )
+        biases[int(name)] = bias
+    return biases
 
 
 def token_budget(

@@ -10,7 +10,7 @@ from typing import Any
 from rose.frontend.body import INLINE_BODY_BYTES
 from rose.frontend.config import FrontendConfig
 from rose.frontend.errors import RequestError
-from rose.frontend.formatters.base import EncodedPrompt, FormatError, Formatter
+from rose.frontend.formatters.base import AnswerDecoder, EncodedPrompt, FormatError, Formatter
 from rose.frontend.generation import (
     ChoiceRun,
     Job,
@@ -19,7 +19,14 @@ from rose.frontend.generation import (
     sampling_params,
     token_budget,
 )
-from rose.frontend.parsing import completion_prompts, quoted, stop_strings
+from rose.frontend.logprobs import ContentLogprobs
+from rose.frontend.parsing import (
+    chat_logprobs,
+    completion_logprobs,
+    completion_prompts,
+    quoted,
+    stop_strings,
+)
 from rose.frontend.schemas import ChatRequest, CompletionRequest, SamplingFields
 from rose.protocol.event import EngineStatus
 from rose.protocol.request import Request
@@ -80,18 +87,23 @@ class JobMaker:
             prompt_param="messages",
             limit_param=limit_param,
         )
+        logprobs = chat_logprobs(request)
+        decoders = [
+            formatter.decoder(declared_tools=prompt.declared_tools) for _ in range(request.n or 1)
+        ]
         runs = [
             ChoiceRun(
                 index,
-                formatter.decoder(declared_tools=prompt.declared_tools),
+                decoder,
                 stop_strings=stop_strings(request),
                 max_calls=1 if request.parallel_tool_calls is False else None,
                 calls_as_text=request.tool_choice == "none",
+                logprobs=_tracked(formatter, decoder, logprobs),
             )
-            for index in range(request.n or 1)
+            for index, decoder in enumerate(decoders)
         ]
         job = self._job(request, "chat", "chatcmpl-", [prompt], runs)
-        _add_requests(job, request, [prompt], [budget])
+        _add_requests(job, request, [prompt], [budget], status, logprobs)
         return job
 
     async def completion(
@@ -118,18 +130,20 @@ class JobMaker:
                 )
             )
         count = request.n or 1
+        logprobs = completion_logprobs(request)
+        decoders = [formatter.decoder() for _ in range(len(prompts) * count)]
         runs = [
             ChoiceRun(
-                place * count + choice,
-                formatter.decoder(),
-                prompt=place,
+                index,
+                decoder,
+                prompt=index // count,
                 stop_strings=stop_strings(request),
+                logprobs=_tracked(formatter, decoder, logprobs),
             )
-            for place in range(len(prompts))
-            for choice in range(count)
+            for index, decoder in enumerate(decoders)
         ]
         job = self._job(request, "completions", "cmpl-", prompts, runs)
-        _add_requests(job, request, prompts, budgets)
+        _add_requests(job, request, prompts, budgets, status, logprobs)
         return job
 
     def _conversation(self, request: ChatRequest, body: dict[str, Any]) -> dict[str, Any]:
@@ -166,19 +180,46 @@ class JobMaker:
         )
 
 
+def _tracked(
+    formatter: Formatter, decoder: AnswerDecoder, logprobs: int | None
+) -> ContentLogprobs | None:
+    if logprobs is None:
+        return None
+    return ContentLogprobs(decoder.track(), formatter.token_bytes)
+
+
 def _add_requests(
-    job: Job, request: SamplingFields, prompts: list[EncodedPrompt], budgets: list[int]
+    job: Job,
+    request: SamplingFields,
+    prompts: list[EncodedPrompt],
+    budgets: list[int],
+    status: EngineStatus,
+    logprobs: int | None,
 ) -> None:
+    job.with_logprobs = logprobs is not None
     for run in job.runs:
         prompt = prompts[run.prompt]
+        _check_minimum(request, budgets[run.prompt])
         job.requests.append(
             Request(
                 request_id=f"{job.answer_id}-{run.index}",
                 prompt_token_ids=prompt.token_ids,
                 max_tokens=budgets[run.prompt],
-                sampling=sampling_params(request, run.index),
-                stop_token_ids=prompt.stop_token_ids,
+                sampling=sampling_params(
+                    request, run.index, vocab_size=status.vocab_size, logprobs=logprobs
+                ),
+                stop_token_ids=[] if request.ignore_eos else prompt.stop_token_ids,
             )
+        )
+
+
+def _check_minimum(request: SamplingFields, budget: int) -> None:
+    minimum = request.min_tokens
+    if minimum is not None and minimum > budget:
+        raise RequestError(
+            "invalid_request",
+            f"min_tokens={minimum} passes the {budget} tokens that may be generated; lower it or raise max_tokens",
+            param="min_tokens",
         )
 
 

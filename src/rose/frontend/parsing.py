@@ -20,6 +20,7 @@ from rose.frontend.schemas import (
     SamplingFields,
     Tool,
 )
+from rose.protocol.sampling_params import MAX_TOP_LOGPROBS
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -47,16 +48,7 @@ IGNORED = frozenset(
 """Accepted and without effect: labels, and hints to OpenAI's own billing, storage and caches."""
 
 # Name -> values that ask for nothing (null always does).
-UNSUPPORTED_BOTH: dict[str, tuple[Any, ...]] = {
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logprobs": (False,),
-}
 UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
-    **UNSUPPORTED_BOTH,
-    "top_logprobs": (0,),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "verbosity": ("medium",),
@@ -68,7 +60,6 @@ UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
     "function_call": ("none",),
 }
 UNSUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = {
-    **UNSUPPORTED_BOTH,
     "suffix": ("",),
     "echo": (False,),
     "best_of": (1,),
@@ -114,6 +105,7 @@ def parse_chat(body: dict[str, Any]) -> ChatRequest:
         _convert_part(tool, Tool, f"tools[{place}]")
     _check_tool_choice(request)
     _check_sampling(request)
+    chat_logprobs(request)
     return request
 
 
@@ -124,7 +116,46 @@ def parse_completion(body: dict[str, Any]) -> CompletionRequest:
     """
     request = _convert(body, CompletionRequest, UNSUPPORTED_COMPLETION)
     _check_sampling(request)
+    completion_logprobs(request)
     return request
+
+
+def chat_logprobs(request: ChatRequest) -> int | None:
+    """Return the alternatives per token that a chat request wants, None without log-probabilities.
+
+    Raises  RequestError naming the field.
+    """
+    asked = request.top_logprobs or 0
+    if not 0 <= asked <= MAX_TOP_LOGPROBS:
+        _refuse(
+            "invalid_request",
+            "top_logprobs",
+            f"top_logprobs={asked}; allowed: 0 to {MAX_TOP_LOGPROBS}",
+        )
+    if asked and not request.logprobs:
+        _refuse(
+            "invalid_request",
+            "top_logprobs",
+            f"top_logprobs={asked} was given without logprobs=true; set logprobs or leave it out",
+        )
+    return asked if request.logprobs else None
+
+
+def completion_logprobs(request: CompletionRequest) -> int | None:
+    """Return the alternatives per token that a completion request wants, None without log-probabilities.
+
+    Raises  RequestError naming the field.
+    """
+    asked = request.logprobs
+    if asked is None or asked is False:
+        return None
+    if asked is True or not 0 <= asked <= MAX_TOP_LOGPROBS:
+        _refuse(
+            "invalid_request",
+            "logprobs",
+            f"logprobs={asked}; allowed: a number from 0 to {MAX_TOP_LOGPROBS}",
+        )
+    return asked
 
 
 def completion_prompts(request: CompletionRequest) -> list[str | list[int]]:

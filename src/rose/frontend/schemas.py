@@ -83,6 +83,14 @@ class SamplingFields(Struct, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    """Token id, as JSON writes it in a name, -> what is added to its logit."""
+    min_tokens: int | None = None
+    ignore_eos: bool | None = False
+    """Do not end at the model's stop tokens."""
     seed: int | None = None
     n: int | None = None
     stop: str | list[str] | None = None
@@ -94,6 +102,8 @@ class ChatRequest(SamplingFields, kw_only=True):
 
     messages: list[Any]
     """Each is read as a Message."""
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
     tools: list[Any] | None = None
     """Each is read as a Tool."""
     tool_choice: str | dict[str, Any] | None = None
@@ -108,6 +118,8 @@ class CompletionRequest(SamplingFields, kw_only=True):
     """Body of POST /v1/completions."""
 
     prompt: str | list[Any]
+    logprobs: int | bool | None = None
+    """Alternatives per token; false is as good as null."""
 
 
 # ---- answers -----------------------------------------------------------------------------------------------
@@ -161,12 +173,45 @@ class ChatDelta(Struct, kw_only=True):
     tool_calls: list[ToolCallPiece] | UnsetType = UNSET
 
 
+class TopLogprob(Struct, kw_only=True):
+    """A token that could have stood here."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(Struct, kw_only=True):
+    """A token of the content."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct, kw_only=True):
+    """Log-probabilities of the content's tokens."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(Struct, kw_only=True):
+    """Log-probabilities of a text completion: one entry per token in each list."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: list[int]
+
+
 class ChatChunkChoice(Struct, kw_only=True):
     """One choice of a chunk."""
 
     index: int
     delta: ChatDelta
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
 
 
@@ -206,7 +251,7 @@ class ChatChoice(Struct, kw_only=True):
 
     index: int
     message: ChatMessage
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str
 
 
@@ -227,7 +272,7 @@ class CompletionChoice(Struct, kw_only=True):
 
     index: int
     text: str
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
 
 

@@ -23,6 +23,7 @@ from rose.protocol.event import (
     FinishedEvent,
     FinishReason,
     FromEngine,
+    TokenLogprobs,
     TokensEvent,
 )
 from rose.protocol.request import Abort, Request, StatusQuery, ToEngine
@@ -31,6 +32,8 @@ from rose.utils.errors import ConfigError
 IDLE_MS = 200
 STATUS_SECONDS = 1.0
 DEATH_EXIT_CODE = 70
+UNLIKELY = -100.0
+"""Log-probability of what the script does not say."""
 
 
 class ScriptError(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -173,6 +176,7 @@ class ScriptedEngine:
                 request_id=play.request.request_id,
                 token_ids=play.line.tokens[first : play.num_sent],
                 num_cached_tokens=play.line.cached_tokens if first == 0 else 0,
+                logprobs=_made_up_logprobs(play, first),
             )
         ]
         if play.num_sent == play.num_tokens and not play.line.is_fatal:
@@ -193,6 +197,21 @@ class ScriptedEngine:
             num_prompt_tokens=len(play.request.prompt_token_ids),
             num_output_tokens=play.num_sent,
         )
+
+
+def _made_up_logprobs(play: _Play, first: int) -> list[TokenLogprobs] | None:
+    """Return log-probabilities where the request asks for them: a script is certain of its tokens.
+
+    The other places of the best tokens go to the lowest ids, with UNLIKELY each.
+    """
+    num_top = play.request.sampling.logprobs
+    if num_top is None:
+        return None
+    found = []
+    for token in play.line.tokens[first : play.num_sent]:
+        ids = [token, *(i for i in range(num_top) if i != token)][:num_top]
+        found.append(TokenLogprobs(0.0, ids, [0.0 if i == token else UNLIKELY for i in ids]))
+    return found
 
 
 def serve(engine: ScriptedEngine, endpoint: EngineEndpoint) -> None:

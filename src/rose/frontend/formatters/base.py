@@ -21,6 +21,18 @@ class EncodedPrompt:
     """Names of the functions that the conversation offers; give them to `Formatter.decoder`."""
 
 
+@dataclass(slots=True)
+class ContentSpan:
+    """A sampled token that became content: its place among the tokens pushed, and the characters it brought.
+
+    Characters count all content so far; a token that ends inside a character brings it with the next token.
+    """
+
+    ordinal: int
+    start: int
+    end: int
+
+
 @dataclass(slots=True, kw_only=True)
 class Delta:
     """A piece of an answer, in the order in which it was written.
@@ -35,6 +47,8 @@ class Delta:
     index: int = 0
     name: str = ""
     token_ids: list[int] = field(default_factory=list)
+    scores: list[Any] = field(default_factory=list)
+    """Log-probabilities of the tokens of this content (`logprobs.TokenScore`); decoders leave it empty."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,6 +86,14 @@ class Answer:
 class AnswerDecoder(Protocol):
     """Incremental parser of one answer. Total: never raises, never loses text."""
 
+    def track(self) -> list[ContentSpan]:
+        """Begin to note which tokens become content; call before the first push.
+
+        Returns  a list that grows with every push. Text that is no token's, such as what parts two messages, and
+                 text saved out of a broken header have no span.
+        """
+        ...
+
     def push(self, token_ids: Sequence[int]) -> list[Delta]:
         """Take sampled tokens, any number at a time; the cut into pushes does not change the answer."""
         ...
@@ -100,6 +122,10 @@ class Formatter(Protocol):
 
         Raises  FormatError with what was asked, found, allowed and what to do.
         """
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of a token, of a control token its name."""
         ...
 
     def decoder(self, *, declared_tools: Sequence[str] = ()) -> AnswerDecoder:

@@ -8,6 +8,7 @@ from typing import Any
 from rose.frontend.formatters.base import (
     FINISH_LENGTH,
     Answer,
+    ContentSpan,
     Delta,
     EncodedPrompt,
     FormatError,
@@ -36,6 +37,10 @@ class PlainFormatter:
             token_ids = read_ids(prompt, "a string or a list of token ids")
         return EncodedPrompt(token_ids=token_ids, stop_token_ids=self._stops())
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of a token."""
+        return self._tokenizer.token_bytes(token_id)
+
     def decoder(self, *, declared_tools: Sequence[str] = ()) -> PlainDecoder:
         """Return a decoder to text; plain text has no tool calls, so `declared_tools` play no part."""
         return PlainDecoder(self._tokenizer)
@@ -58,15 +63,25 @@ class PlainDecoder:
         self._text = TextDecoder()
         self._pieces: list[str] = []
         self._reason = "stop"
+        self._spans: list[ContentSpan] | None = None
+        self._num_tokens = self._num_characters = 0
+
+    def track(self) -> list[ContentSpan]:
+        """Begin to note which tokens become text."""
+        self._spans = []
+        return self._spans
 
     def push(self, token_ids: Sequence[int]) -> list[Delta]:
         """Take sampled tokens."""
         pieces = []
         for token_id in token_ids:
-            if self._tokenizer.control_name(token_id) is not None:
+            is_control = self._tokenizer.control_name(token_id) is not None
+            if is_control:
                 pieces.append(self._text.finish())
             else:
                 pieces.append(self._text.push(self._tokenizer.token_bytes(token_id)))
+            if self._spans is not None:
+                self._note(self._spans, pieces[-1], is_control=is_control)
         return self._add("".join(pieces))
 
     def finish(self, reason: str) -> list[Delta]:
@@ -80,6 +95,14 @@ class PlainDecoder:
         message = ParsedMessage(channel=None, recipient=None, content_type=None, content=text)
         reason = FINISH_LENGTH if self._reason == FINISH_LENGTH else "stop"
         return Answer(content=text, reasoning=None, finish_reason=reason, messages=[message])
+
+    def _note(self, spans: list[ContentSpan], text: str, *, is_control: bool) -> None:
+        start, end = self._num_characters, self._num_characters + len(text)
+        if not is_control:
+            spans.append(ContentSpan(self._num_tokens, start, end))
+        elif spans:
+            spans[-1].end = end  # what was left of a character
+        self._num_tokens, self._num_characters = self._num_tokens + 1, end
 
     def _add(self, text: str) -> list[Delta]:
         if not text:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rose.frontend.formatters.base import FINISH_LENGTH, Answer, Delta, EncodedPrompt
+from rose.frontend.formatters.base import FINISH_LENGTH, Answer, ContentSpan, Delta, EncodedPrompt
 from rose.frontend.formatters.plain import read_ids
 
 
@@ -19,6 +19,10 @@ class TokensFormatter:
         token_ids = read_ids(conversation.get("prompt"), "a list of token ids")
         return EncodedPrompt(token_ids=token_ids, stop_token_ids=[])
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return nothing: this formatter has no vocabulary."""
+        return b""
+
     def decoder(self, *, declared_tools: Sequence[str] = ()) -> TokensDecoder:
         """Return a decoder that passes token ids on; `declared_tools` play no part."""
         return TokensDecoder()
@@ -30,6 +34,10 @@ class TokensDecoder:
     def __init__(self) -> None:
         self._token_ids: list[int] = []
         self._reason = "stop"
+
+    def track(self) -> list[ContentSpan]:
+        """Return no spans: there is no text."""
+        return []
 
     def push(self, token_ids: Sequence[int]) -> list[Delta]:
         """Take sampled tokens."""

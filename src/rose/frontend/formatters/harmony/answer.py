@@ -10,7 +10,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rose.frontend.formatters.base import FINISH_LENGTH, Answer, Delta, ParsedMessage
+from rose.frontend.formatters.base import (
+    FINISH_LENGTH,
+    Answer,
+    ContentSpan,
+    Delta,
+    ParsedMessage,
+)
 from rose.frontend.formatters.harmony.builtin_tools import is_builtin
 from rose.frontend.formatters.harmony.messages import FUNCTIONS
 from rose.frontend.formatters.harmony.parse import Event, HarmonyParser, MessageText
@@ -39,6 +45,15 @@ class HarmonyDecoder:
         self._target: Stream | _Call = "content"
         self._is_first_text = True
         self._reason = "stop"
+        self._spans: list[ContentSpan] = []
+        self._open_span: ContentSpan | None = None
+        self._num_characters = 0
+        """Of content, what parts messages included."""
+
+    def track(self) -> list[ContentSpan]:
+        """Begin to note which tokens become content."""
+        self._parser.tells_tokens = True
+        return self._spans
 
     def push(self, token_ids: Sequence[int]) -> list[Delta]:
         """Take sampled tokens."""
@@ -73,10 +88,13 @@ class HarmonyDecoder:
                 self._begin(event.message, deltas)
             elif event.kind == "text":
                 self._add(event.text, deltas)
+            elif event.kind == "token" and self._target == "content":
+                self._begin_span(event.ordinal)
         return deltas
 
     def _begin(self, message: MessageText, deltas: list[Delta]) -> None:
         self._is_first_text = True
+        self._open_span = None
         kind = route(message, self._declared)
         if kind == "call":
             name = call_name(message, self._declared) or ""
@@ -97,7 +115,18 @@ class HarmonyDecoder:
             text = SEPARATOR + text
         self._is_first_text = False
         written.append(text)
+        if self._target == "content":
+            self._num_characters += len(text)
+            if self._open_span is not None:
+                self._open_span.end = self._num_characters
         _append(deltas, Delta(kind=self._target, text=text))
+
+    def _begin_span(self, ordinal: int) -> None:
+        start = self._num_characters
+        if self._is_first_text and self._texts["content"]:
+            start += len(SEPARATOR)
+        self._open_span = ContentSpan(ordinal, start, start)
+        self._spans.append(self._open_span)
 
 
 def route(

@@ -37,6 +37,10 @@ class HarmonyFormatter:
             declared_tools=read.function_names,
         )
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of a token, of a control token its name."""
+        return self._tokenizer.token_bytes(token_id)
+
     def decoder(self, *, declared_tools: Sequence[str] = ()) -> HarmonyDecoder:
         """Return a parser for one answer."""
         return HarmonyDecoder(self._tokenizer, declared_tools)

@@ -47,11 +47,15 @@ class MessageText:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What a token brought: a message began, went on (with text, or a control token's name), or ended."""
+    """What a token brought: a message began, went on (with text, or a control token's name), or ended.
 
-    kind: Literal["begin", "text", "markup", "end"]
+    token: the content takes token number `ordinal`; only where the parser is told to say so.
+    """
+
+    kind: Literal["begin", "text", "markup", "end", "token"]
     message: MessageText
     text: str = ""
+    ordinal: int = -1
 
 
 class _Sections:
@@ -96,17 +100,22 @@ class HarmonyParser:
         self._message: MessageText | None = None
         self.messages: list[MessageText] = []
         self.recoveries: list[str] = []
+        self.tells_tokens = False
+        """Whether a `token` event comes before the text of each token of a message's content."""
+        self._ordinal = -1
 
     def push(self, token_ids: Iterable[int]) -> list[Event]:
         """Take tokens; return what they brought."""
         events: list[Event] = []
         for token_id in token_ids:
+            self._ordinal += 1
             self._push(token_id, events)
         return events
 
     def finish(self) -> list[Event]:
         """Take the end; return what was held back. The parser takes no more tokens."""
         events: list[Event] = []
+        self._ordinal += 1
         self._release(events)
         if self._message is not None:
             self._close(events)
@@ -167,9 +176,9 @@ class HarmonyParser:
         elif token_id in (self._tokens.start, self._tokens.channel):
             self._held = [token_id]
         else:
-            self._append(token_id, events)
+            self._append(token_id, events, self._ordinal)
 
-    def _append(self, token_id: int, events: list[Event]) -> None:
+    def _append(self, token_id: int, events: list[Event], ordinal: int) -> None:
         """Add a token to the content: its text, or its name if it is a control token."""
         message = self._message
         assert message is not None, "the state is content"
@@ -179,6 +188,8 @@ class HarmonyParser:
             self._emit("text", self._text.finish(), events)
             self._emit("markup", name, events)
         else:
+            if self.tells_tokens:
+                events.append(Event("token", message, ordinal=ordinal))
             self._emit("text", self._text.push(self._tokenizer.token_bytes(token_id)), events)
 
     def _push_held(self, token_id: int, events: list[Event]) -> None:
@@ -204,15 +215,16 @@ class HarmonyParser:
             self._begin(read_header(header.read(), is_explicit=is_explicit), events)
         else:
             self._release(events)
-            self._append(self._tokens.message, events)
+            self._append(self._tokens.message, events, self._ordinal)
 
     def _release(self, events: list[Event]) -> None:
         """Take held tokens as content."""
         held, self._held = self._held, []
         if held:
             self.recoveries.append("control_token_in_content")
-        for token_id in held:
-            self._append(token_id, events)
+        # The held tokens are those right before the current one.
+        for ordinal, token_id in enumerate(held, start=self._ordinal - len(held)):
+            self._append(token_id, events, ordinal)
 
     def _begin(
         self, header: Header, events: list[Event], *, is_only_header: bool = False
