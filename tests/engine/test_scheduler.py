@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fakes.pages import check_pages, check_written
 from rose.cache.layout import CacheLayout, KindLayout
 from rose.cache.table import PageTable
 from rose.config.scheduler import SchedulerConfig
@@ -34,8 +35,20 @@ def _layout():
 class World:
     """A scheduler with a device that remembers which token of which sequence it has seen."""
 
-    def __init__(self, *, full=12, window=12, budget=8, mixed=6, sequences=3, is_overlapped=False):
-        self.table = PageTable(_layout(), {"full": full, "window": window})
+    def __init__(
+        self,
+        *,
+        full=12,
+        window=12,
+        budget=8,
+        mixed=6,
+        sequences=3,
+        is_overlapped=False,
+        is_caching=False,
+    ):
+        pages = {"full": full, "window": window}
+        self.table = PageTable(_layout(), pages, is_caching=is_caching)
+        self.contents = {kind: [[None] * PAGE for _ in range(n)] for kind, n in pages.items()}
         self.config = SchedulerConfig(
             max_step_tokens=budget, max_mixed_tokens=mixed, max_sequences=sequences
         )
@@ -47,11 +60,11 @@ class World:
         self.admissions = []
         self.lengths: dict[int, dict[int, int]] = {}
 
-    def add(self, prompt, output, stop_at=None):
+    def add(self, prompt, output, stop_at=None, token=1):
         name = f"r{len(self.sequences)}"
         request = Request(
             request_id=name,
-            prompt_token_ids=[1] * prompt,
+            prompt_token_ids=[token] * prompt,
             max_tokens=output,
             stop_token_ids=[] if stop_at is None else [1000 + prompt + stop_at],
         )
@@ -91,7 +104,10 @@ class World:
         by_slot = {s.slot: s for s in self.scheduler.running}
         for entry in entries:
             if entry.is_new:
-                self.computed[entry.slot] = 0
+                # What a hit leaves out is whole pages, and never the last token.
+                self.computed[entry.slot] = entry.start_position
+                assert entry.start_position % PAGE == 0
+                assert entry.start_position == 0 or self.table.is_caching
                 assert entry.sampling is not None
                 self.admissions.append(by_slot[entry.slot].request_id)
             assert entry.start_position == self.computed[entry.slot], (
@@ -106,6 +122,7 @@ class World:
                 assert entry.token_ids == sequence.token_ids[entry.start_position : end]
             assert sequence.num_tokens <= sequence.max_length
             self.check_reach(sequence, entry)
+            self.write_and_read(sequence, entry)
         sampling = [e.slot for e in plan.decode] + [e.slot for e in plan.prefill if e.is_last_chunk]
         assert plan.sample_slots == sampling
 
@@ -117,12 +134,24 @@ class World:
             assert all(page >= 0 for page in columns[first : -(-end // PAGE)])
             assert len(columns) >= -(-end // PAGE)
 
+    def write_and_read(self, sequence, entry):
+        """Do to the pages what the device will do, and find there what the layers will look for."""
+        check_written(self.table, sequence, entry)
+        end = entry.start_position + entry.num_tokens
+        prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+        for kind, columns in zip(self.table.layout.kinds, sequence.pages.columns, strict=True):
+            contents = self.contents[kind.kind]
+            reach = 0 if kind.window_tokens is None else entry.start_position - kind.window_tokens
+            for position in range(entry.start_position, end):
+                value = prompt[position] if position < len(prompt) else 1000 + position
+                contents[columns[position // PAGE]][position % PAGE] = value
+            for position in range(max(0, reach + 1), end):
+                value = prompt[position] if position < len(prompt) else 1000 + position
+                assert contents[columns[position // PAGE]][position % PAGE] == value
+
     def check_pages(self):
         running = self.scheduler.running
-        for i, kind in enumerate(self.table.layout.kinds):
-            held = [p for s in running for p in s.pages.columns[i] if p >= 0]
-            pool = self.table.pools[kind.kind]
-            assert len(held) == len(set(held)) == pool.num_used, "pages leak or are shared"
+        check_pages(self.table, running)
         assert len({s.slot for s in running}) == len(running)
 
     def drain(self):
@@ -153,7 +182,7 @@ actions = st.lists(
 def _play(world, history):
     for action, *values in history:
         if action == "add":
-            world.add(*values)
+            world.add(*values, token=1 + values[0] % 2)
         elif action == "abort" and world.sequences:
             world.abort(f"r{values[0] % len(world.sequences)}")
         elif action == "step":
@@ -170,11 +199,19 @@ def _play(world, history):
     window=st.integers(4, 14),
     budget=st.integers(3, 20),
     mixed=st.integers(3, 20),
+    is_caching=st.booleans(),
 )
 def test_any_history_conserves_pages_and_ends_every_request(
-    history, is_overlapped, full, window, budget, mixed
+    history, is_overlapped, full, window, budget, mixed, is_caching
 ):
-    world = World(full=full, window=window, budget=budget, mixed=mixed, is_overlapped=is_overlapped)
+    world = World(
+        full=full,
+        window=window,
+        budget=budget,
+        mixed=mixed,
+        is_overlapped=is_overlapped,
+        is_caching=is_caching,
+    )
     _play(world, history)
     assert all(p.num_used == 0 for p in world.table.pools.values())
     assert all(s.state is SequenceState.FINISHED for s in world.sequences.values())
@@ -198,11 +235,11 @@ def test_thousands_of_histories_leak_nothing(history, is_overlapped, full, windo
 
 
 @settings(max_examples=60, deadline=None)
-@given(history=actions)
-def test_overlapping_gives_the_same_tokens(history):
+@given(history=actions, is_caching=st.booleans())
+def test_overlapping_gives_the_same_tokens(history, is_caching):
     outputs = []
     for is_overlapped in (False, True):
-        world = World(is_overlapped=is_overlapped)
+        world = World(is_overlapped=is_overlapped, is_caching=is_caching)
         _play(world, [a for a in history if a[0] != "abort"])
         outputs.append({n: s.token_ids for n, s in world.sequences.items()})
         for name, sequence in world.sequences.items():

@@ -31,9 +31,17 @@ def _plan(size="20b", *, use=None, device_bytes=H200_BYTES, is_context_asked=Fal
     )
 
 
+def test_the_prefix_cache_gets_window_pages_in_proportion_to_the_full_ones():
+    plan, without = _plan(), _plan(cache={"prefix_cache": False})
+    assert plan.num_pages["window"] == 1280 + plan.num_pages["full"] // 32
+    # A page is as large in both kinds.
+    assert plan.num_pages["full"] == pytest.approx(without.num_pages["full"] * 32 / 33, abs=1)
+    assert plan.kv_bytes <= without.kv_bytes + 12 * 64 * 2048
+
+
 def test_an_h200_holds_millions_of_tokens_of_the_20b():
     # 0.9 x 140.4 - 21 = 105.4 GiB; window pages 256 x 3 + 256 + 256 = 1280 of 1.5 MiB; a token is 24 KiB.
-    plan = _plan()
+    plan = _plan(cache={"prefix_cache": False})
     assert plan.num_pages["window"] == 1280
     assert plan.kv_tokens == pytest.approx((105.36 - 1.875) * GIB / (12 * 2048), rel=0.001)
     assert plan.context_tokens == 131072
@@ -44,14 +52,18 @@ def test_an_h200_holds_millions_of_tokens_of_the_20b():
     device=st.integers(1, 200),
     sequences=st.integers(1, 1000),
     context=st.sampled_from([1000, 131072]),
+    prefix_cache=st.booleans(),
 )
-def test_everything_fits_into_the_budget_or_is_refused(weights, device, sequences, context):
+def test_everything_fits_into_the_budget_or_is_refused(
+    weights, device, sequences, context, prefix_cache
+):
     try:
         plan = _plan(
             use=MemoryUse(weights=weights * GIB, workspace=GIB, graphs=GIB),
             device_bytes=device * GIB,
             scheduler={"max_sequences": sequences},
             context_tokens=context,
+            cache={"prefix_cache": prefix_cache},
         )
     except ConfigError:
         # Refused although two pages would have fitted: that would be wrong.

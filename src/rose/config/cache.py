@@ -17,6 +17,8 @@ class CacheConfig:
     """Of the device memory, for weights, workspace and KV together (CUDA)."""
     kv_tokens: int | None = None
     """Tokens of KV to hold in full-attention layers; None: what memory_fraction leaves (CPU: 32768)."""
+    prefix_cache: bool = True
+    """Keep full pages of ended sequences for prompts that begin alike, until their memory is needed."""
 
     def __post_init__(self) -> None:
         problems = []

@@ -6,7 +6,7 @@ Knows no queue and no model, so that the scripted engine refuses in the same wor
 from __future__ import annotations
 
 from rose.protocol.event import ErrorCode, ErrorEvent
-from rose.protocol.request import Request
+from rose.protocol.request import MAX_SALT_CHARACTERS, Request
 from rose.protocol.sampling_params import MAX_BANNED
 
 
@@ -59,6 +59,10 @@ def _problems(request: Request, vocab_size: int) -> list[str]:
         problems.append("prompt_token_ids is empty; at least one token is needed")
     if request.max_tokens < 1:
         problems.append(f"max_tokens={request.max_tokens}; allowed: 1 or more")
+    if len(request.cache_salt) > MAX_SALT_CHARACTERS:
+        problems.append(
+            f"cache_salt has {len(request.cache_salt)} characters; allowed: at most {MAX_SALT_CHARACTERS}"
+        )
     for name, ids in (
         ("prompt_token_ids", request.prompt_token_ids),
         ("stop_token_ids", request.stop_token_ids),

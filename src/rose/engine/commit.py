@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from rose.engine.scheduler import Flight, Scheduler
 from rose.engine.sequence import Sequence, SequenceState
 from rose.protocol.event import FinishedEvent, FinishReason, FromEngine, TokensEvent
@@ -29,14 +31,21 @@ def commit(
             continue
         taken, reason = sequence.append(tokens_of[slot])
         logprobs = logprobs_of[slot][: len(taken)] if slot in logprobs_of else None
-        events.append(
-            TokensEvent(request_id=sequence.request_id, token_ids=taken, logprobs=logprobs)
-        )
+        event = TokensEvent(request_id=sequence.request_id, token_ids=taken, logprobs=logprobs)
+        if sequence.num_cached_tokens:
+            event = _with_cached_tokens(sequence, event)
+        events.append(event)
         if reason is not None:
             scheduler.finish(sequence)
             ended.append(sequence.request_id)
             events.append(finished(sequence, reason))
     return events, ended
+
+
+def _with_cached_tokens(sequence: Sequence, event: TokensEvent) -> TokensEvent:
+    """Report the cached tokens of a sequence, once."""
+    cached, sequence.num_cached_tokens = sequence.num_cached_tokens, 0
+    return msgspec.structs.replace(event, num_cached_tokens=cached)
 
 
 def finished(sequence: Sequence, reason: FinishReason) -> FinishedEvent:

@@ -127,7 +127,11 @@ class LLMEngine:
             _logger.info("%s", line)
         if is_overlapped is None:
             is_overlapped = built.assembly.device.kind == "cuda" and built.decoder.can_overlap
-        table = PageTable(built.assembly.layout, built.assembly.memory.num_pages)
+        table = PageTable(
+            built.assembly.layout,
+            built.assembly.memory.num_pages,
+            is_caching=built.config.cache.prefix_cache,
+        )
         limits = EngineLimits(
             model=built.config.model,
             context_tokens=built.assembly.context_tokens,
@@ -192,8 +196,11 @@ class LLMEngine:
             num_waiting=len(self.scheduler.waiting),
             kv_pages_used=self.table.num_used_pages,
             kv_pages_total=self.table.num_pages,
+            kv_pages_idle=self.table.num_idle_pages,
+            num_evicted_pages=self.table.num_evictions,
             num_steps=self.counters.num_steps,
             num_prompt_tokens=self.counters.num_prompt_tokens,
+            num_cached_tokens=self.scheduler.num_cached_tokens,
             num_output_tokens=self.counters.num_output_tokens,
             detail=detail,
         )
@@ -266,6 +273,7 @@ def _collect(outputs: dict[str, Generation], event: FromEngine) -> None:
     if isinstance(event, TokensEvent):
         outputs[event.request_id].token_ids += event.token_ids
         outputs[event.request_id].logprobs += event.logprobs or []
+        outputs[event.request_id].num_cached_tokens += event.num_cached_tokens
     elif isinstance(event, FinishedEvent):
         outputs[event.request_id].reason = event.reason
     elif isinstance(event, ErrorEvent):

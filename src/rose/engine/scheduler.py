@@ -1,9 +1,9 @@
 """Who runs in the next step, with how many tokens and on which pages. No torch, no device, no events.
 
 First come, first served: decoding sequences take one token each, then prompts fill the rest of the budget in
-chunks, then waiting requests enter. When pages run out the youngest sequence is preempted: it gives up its
-pages and is computed anew later. The oldest therefore always goes on, so everyone ends. `schedule` may be
-called for step n+1 before step n is committed.
+chunks, then waiting requests enter, each from where the prefix cache ends. When pages run out the youngest
+sequence is preempted: it gives up its pages and is computed anew later. The oldest therefore always goes on, so
+everyone ends. `schedule` may be called for step n+1 before step n is committed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import deque
 from rose.cache.table import PageTable, PageUpdates
 from rose.config.scheduler import SchedulerConfig
 from rose.engine.sequence import Sequence, SequenceState
-from rose.runtime.plan import PlanEntry, StepPlan
+from rose.runtime.plan import MAX_HIT_COLUMNS, PlanEntry, StepPlan
 
 _NO_PAGES: PageUpdates = {}
 
@@ -38,7 +38,10 @@ class Scheduler:
         """In the order of admission; the last is the first to be preempted."""
         self.flights: deque[Flight] = deque()
         self.num_preemptions = 0
+        self.num_cached_tokens = 0
+        """Prompt tokens that came from the prefix cache; a preempted sequence counts as it first started."""
         self._free_slots = list(range(config.max_sequences - 1, -1, -1))
+        self._in_slot: dict[int, Sequence] = {}
         self._step = 0
 
     @property
@@ -78,6 +81,9 @@ class Scheduler:
             self._admit(budget, flight, prefill)
         if not decode and not prefill:
             return None
+        # Not before: what shares a step would read pages in the same step that writes them.
+        for entry in prefill:
+            self._register(self._in_slot[entry.slot])
         self.flights.append(flight)
         self._step += 1
         longest = max([longest] + [e.start_position + e.num_tokens for e in prefill])
@@ -174,7 +180,8 @@ class Scheduler:
                 token_ids=sequence.token_ids[start:end],
                 num_tokens=end - start,
                 is_last_chunk=is_last,
-                new_pages=updates,
+                # A slot that was just taken knows nothing of the pages of a hit.
+                new_pages=self.table.held(sequence.pages) if is_new else updates,
                 sampling=sequence.sampling if is_new else None,
                 history=sequence.history() if is_new else None,
             )
@@ -189,19 +196,24 @@ class Scheduler:
 
     def _admit(self, budget: int, flight: Flight, prefill: list[PlanEntry]) -> None:
         """Let waiting requests in, in their order, while budget, slots and pages last."""
+        num_hit_columns = 0
         while budget > 0 and self.waiting and self._free_slots:
             sequence = self.waiting[0]
+            if sequence.num_pending:
+                return
+            hit = self.table.find(sequence.keys, sequence.token_ids)
             # A prompt enters when the whole of it fits and each running sequence could take one more page:
             # otherwise it would stop half way, or be preempted soon after.
-            if sequence.num_pending or not self.table.has_room(
-                sequence.num_tokens, spare_pages=len(self.running)
-            ):
+            if not self.table.has_room(sequence.num_tokens, hit, spare_pages=len(self.running)):
                 return
-            pages = self.table.open()
-            if self.table.reachable_tokens(pages, 1) < 1:
+            num_hit_columns += hit.num_columns
+            if hit.num_columns < num_hit_columns and num_hit_columns > MAX_HIT_COLUMNS:
                 return
             self.waiting.popleft()
-            sequence.start(self._free_slots.pop(), pages)
+            pages = self.table.open(hit, sequence.num_tokens)
+            if sequence.start(self._free_slots.pop(), pages, hit.num_tokens):
+                self.num_cached_tokens += hit.num_tokens
+            self._in_slot[sequence.slot] = sequence
             self.running.append(sequence)
             budget -= self._plan_chunk(sequence, budget, flight, prefill, is_new=True)
             if sequence.num_scheduled < sequence.prefill_end:
@@ -220,5 +232,12 @@ class Scheduler:
             self.running.pop()
         else:
             self.running.remove(sequence)
+        self._register(sequence)
+        del self._in_slot[sequence.slot]
         self._free_slots.append(sequence.slot)
         self.table.close(sequence.pages)
+
+    def _register(self, sequence: Sequence) -> None:
+        """Offer the sequence's full pages to others; the host must know their tokens, and may lag behind."""
+        known = min(sequence.num_scheduled, len(sequence.token_ids))
+        self.table.register(sequence.pages, sequence.keys, sequence.token_ids, known)

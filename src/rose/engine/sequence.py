@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
+from rose.cache.keys import PageKeys
 from rose.cache.table import SequencePages
 from rose.protocol.event import FinishReason
 from rose.protocol.request import Request
@@ -32,7 +33,10 @@ class Sequence:
 
     __slots__ = (
         "decode_entry",
+        "has_started",
+        "keys",
         "max_length",
+        "num_cached_tokens",
         "num_pending",
         "num_prompt_tokens",
         "num_scheduled",
@@ -54,12 +58,16 @@ class Sequence:
         self.stop_ids = frozenset(request.stop_token_ids)
         self.token_ids = list(request.prompt_token_ids)
         """Prompt and output, as far as the host knows it."""
+        self.keys = PageKeys(request.cache_salt)
         self.num_prompt_tokens = len(self.token_ids)
         self.max_length = self.num_prompt_tokens + request.max_tokens
         self.num_tokens = self.num_prompt_tokens
         self.num_pending = 0
         """Sampled tokens that the host does not know yet."""
         self.num_scheduled = 0
+        self.num_cached_tokens = 0
+        """Prompt tokens from the prefix cache at its first start, until an event has said so."""
+        self.has_started = False
         self.prefill_end = 0
         """Tokens known when it began to run: the prompt, after a preemption the output too."""
         self.state = SequenceState.WAITING
@@ -83,14 +91,21 @@ class Sequence:
             stop_ids=sorted(self.stop_ids),
         )
 
-    def start(self, slot: int, pages: SequencePages) -> None:
-        """Begin to run, or run again after a preemption, from the first token."""
+    def start(self, slot: int, pages: SequencePages, num_cached_tokens: int = 0) -> bool:
+        """Begin to run, or run again after a preemption, from the first token that is not cached.
+
+        Returns  whether it is the first time; later it may find what it computed itself
+        """
         assert self.state is SequenceState.WAITING, f"{self.request_id} starts while {self.state}"
         assert self.num_pending == 0, f"{self.request_id} starts before its last token is known"
         self.state = SequenceState.RUNNING
         self.slot, self.pages = slot, pages
-        self.num_scheduled, self.prefill_end = 0, self.num_tokens
+        self.num_scheduled, self.prefill_end = num_cached_tokens, self.num_tokens
         self.decode_entry = PlanEntry.decode(slot)
+        is_first, self.has_started = not self.has_started, True
+        if is_first:
+            self.num_cached_tokens = num_cached_tokens
+        return is_first
 
     def stop_running(self, state: SequenceState) -> None:
         """Give up slot and pages (the scheduler has freed them) to wait again or for good."""

@@ -67,9 +67,15 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     num_waiting: int = 0
     kv_pages_used: int = 0
     kv_pages_total: int = 0
+    kv_pages_idle: int = 0
+    """Pages that no sequence uses and that a later prompt can still find; part of what is free."""
     num_steps: int = 0
     num_prompt_tokens: int = 0
     """Prompt tokens computed since start."""
+    num_cached_tokens: int = 0
+    """Prompt tokens taken from the prefix cache since start."""
+    num_evicted_pages: int = 0
+    """Pages of all layer kinds that the prefix cache gave away since start."""
     num_output_tokens: int = 0
     """Tokens sampled since start."""
     detail: str = ""

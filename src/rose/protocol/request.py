@@ -6,6 +6,8 @@ import msgspec
 
 from rose.protocol.sampling_params import SamplingParams
 
+MAX_SALT_CHARACTERS = 256
+
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request", forbid_unknown_fields=True):
     """Generate tokens after a prompt. The engine knows no text: stop ids arrive here."""
@@ -18,6 +20,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request", forbid_u
     sampling: SamplingParams = SamplingParams()
     stop_token_ids: list[int] = []
     """Any of these ends the request; the stop token is part of the output. Empty: never stop early."""
+    cache_salt: str = ""
+    """Requests share cached prefixes only with those of the same salt, so that the time to a first token tells
+    nobody what another tenant has asked."""
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort", forbid_unknown_fields=True):

@@ -17,7 +17,7 @@ from rose.cache.layout import CacheLayout
 from rose.config.engine import KernelsConfig
 from rose.kernels.registry import REGIMES, bind
 from rose.layers.context import ForwardContext, KindContext
-from rose.runtime.plan import PlanEntry, StepPlan
+from rose.runtime.plan import MAX_HIT_COLUMNS, PlanEntry, StepPlan
 from rose.runtime.staging import StagingRing
 from rose.sampling.adjustments import AdjustmentTable
 from rose.sampling.batch import FLOATS, INTS, SamplingBatch, SamplingTable, pack
@@ -88,7 +88,8 @@ class DeviceTables:
         self.sampling = SamplingTable(num_rows, self.device)
         self.adjustments = AdjustmentTable(num_rows, vocab_size, self.device)
         self._kind_strides = [k * num_rows * self._num_columns for k in range(num_kinds)]
-        updates = num_kinds * (max_step_tokens // layout.page_tokens + 2 * num_rows)
+        hits = max(MAX_HIT_COLUMNS, self._num_columns)
+        updates = num_kinds * (max_step_tokens // layout.page_tokens + 2 * num_rows + hits)
         capacity = 3 * max_step_tokens + (6 + _PACKED) * num_rows + 2 * updates + 2
         self._ring = StagingRing(capacity, self.device)
         self._received = torch.zeros(

@@ -56,7 +56,14 @@ def graph_bytes(max_rows: int, vocab_size: int) -> int:
     return 5 * 4 * max_rows * vocab_size + 256 * (1 << 20)
 
 
-def window_pages(layout: CacheLayout, scheduler: SchedulerConfig, full_pages: int) -> int:
+CACHED_PAGES_PER_WINDOW_PAGE = 32
+"""With the prefix cache: so many full-attention pages have one window page more. A prefix can be continued where its
+last two window pages (pages of 64, window of 128) are there, so prefixes of 64 pages on average all can (guessed)."""
+
+
+def window_pages(
+    layout: CacheLayout, scheduler: SchedulerConfig, full_pages: int, *, is_caching: bool = False
+) -> int:
     """Return the pages of the window kind: enough that full-attention pages run out first.
 
     A decoding sequence holds the pages that its window touches; chunks of a step add theirs until the next
@@ -65,7 +72,8 @@ def window_pages(layout: CacheLayout, scheduler: SchedulerConfig, full_pages: in
     window = next(k for k in layout.kinds if k.window_tokens is not None)
     per_sequence = window.most_pages(1 << 40, 1)
     chunks = ceil_div(scheduler.max_step_tokens, layout.page_tokens) + scheduler.max_sequences
-    return min(full_pages, scheduler.max_sequences * per_sequence + chunks)
+    cached = full_pages // CACHED_PAGES_PER_WINDOW_PAGE if is_caching else 0
+    return min(full_pages, scheduler.max_sequences * per_sequence + chunks + cached)
 
 
 def plan_memory(
@@ -89,10 +97,14 @@ def plan_memory(
     if budget is None:
         full_pages = ceil_div(cache.kv_tokens or 0, layout.page_tokens)
     else:
-        full_pages = _pages_for_bytes(layout, scheduler, budget - use.total, context_tokens)
+        full_pages = _pages_for_bytes(
+            layout, scheduler, budget - use.total, context_tokens, is_caching=cache.prefix_cache
+        )
     num_pages = {} if full is None else {full.kind: full_pages}
     if window is not None:
-        num_pages[window.kind] = window_pages(layout, scheduler, full_pages)
+        num_pages[window.kind] = window_pages(
+            layout, scheduler, full_pages, is_caching=cache.prefix_cache
+        )
     kv_bytes = sum(k.page_bytes * num_pages[k.kind] for k in layout.kinds)
     kv_tokens = full_pages * layout.page_tokens
     if device_bytes and use.total + kv_bytes > device_bytes:
@@ -116,7 +128,12 @@ def plan_memory(
 
 
 def _pages_for_bytes(
-    layout: CacheLayout, scheduler: SchedulerConfig, num_bytes: int, context_tokens: int
+    layout: CacheLayout,
+    scheduler: SchedulerConfig,
+    num_bytes: int,
+    context_tokens: int,
+    *,
+    is_caching: bool,
 ) -> int:
     """Return the pages of the full kind, window pages paid for; the largest count that fits."""
     full_bytes = sum(k.page_bytes for k in layout.kinds if k.window_tokens is None)
@@ -126,7 +143,12 @@ def _pages_for_bytes(
     if not window_bytes:
         return min(most, max(0, num_bytes // full_bytes))
     enough = window_pages(layout, scheduler, most)
-    pages = (num_bytes - enough * window_bytes) // full_bytes if full_bytes else most
+    pages = most
+    if full_bytes:
+        share = CACHED_PAGES_PER_WINDOW_PAGE if is_caching else 0
+        # pages x full + (enough + pages / share) x window = bytes, all in whole numbers.
+        left = num_bytes - enough * window_bytes
+        pages = left * share // (full_bytes * share + window_bytes) if share else left // full_bytes
     if pages < enough:
         # So little memory that both kinds have equally many pages.
         pages = num_bytes // (full_bytes + window_bytes)

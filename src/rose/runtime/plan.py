@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 from rose.protocol.event import TokenLogprobs
 from rose.protocol.sampling_params import SamplingParams
 
+MAX_HIT_COLUMNS = 16384
+"""Page-table columns that the prefix hits of one step fill at most, unless a single one needs more: so much room
+is kept for them in the buffers of a step (a million tokens with pages of 64)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotHistory:
