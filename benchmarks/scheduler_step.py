@@ -1,7 +1,7 @@
 """CPU cost of one decode step without a model: schedule, send, collect, commit, encode, send events.
 
 What a GPU engine adds per step is one graph replay and one event wait. Run it as
-    PYTHONPATH=src python benchmarks/scheduler_step.py [--sequences 128] [--steps 2000]
+    PYTHONPATH=src python benchmarks/scheduler_step.py [--sequences 128] [--steps 2000] [--no-cache]
 and it prints one JSON line with medians in microseconds per stage and for the whole step.
 """
 
@@ -52,15 +52,17 @@ class NullDecoder:
         return self._results.receive(handle)
 
 
-def build(num_sequences: int, num_tokens: int) -> LLMEngine:
+def build(num_sequences: int, num_tokens: int, *, is_caching: bool) -> LLMEngine:
     config = SchedulerConfig(max_sequences=num_sequences)
     layout = CacheLayout.of(published("20b"), CacheConfig(), kv_format="bf16")
-    table = PageTable(layout, {"full": num_sequences * (num_tokens // 64 + 1), "window": 6000})
+    pages = {"full": num_sequences * (num_tokens // 64 + 1), "window": 6000}
+    table = PageTable(layout, pages, is_caching=is_caching)
     tables = DeviceTables(
         layout,
         num_slots=num_sequences,
         context_tokens=131072,
         max_step_tokens=config.max_step_tokens,
+        vocab_size=201088,
         device=CPU,
     )
     limits = EngineLimits(model="null", context_tokens=131072, vocab_size=201088)
@@ -99,8 +101,10 @@ def fill(engine: LLMEngine, num_sequences: int, prompt_tokens: int, num_tokens: 
         engine.step()
 
 
-def measure(num_sequences: int, num_steps: int, *, by_stage: bool) -> dict[str, float]:
-    engine = build(num_sequences, num_steps + 1200)
+def measure(
+    num_sequences: int, num_steps: int, *, by_stage: bool, is_caching: bool
+) -> dict[str, float]:
+    engine = build(num_sequences, num_steps + 1200, is_caching=is_caching)
     fill(engine, num_sequences, 1000, num_steps + 100)
     endpoint = LocalPair().engine
     stages = Stages()
@@ -127,11 +131,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sequences", type=int, default=128)
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--no-cache", dest="cache", action="store_false", help="no prefix cache")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    whole = measure(options.sequences, options.steps, by_stage=False)
-    stages = measure(options.sequences, options.steps, by_stage=True)
-    line = {"sequences": options.sequences, "cpu": cpu_name(), "python": platform.python_version()}
+    whole = measure(options.sequences, options.steps, by_stage=False, is_caching=options.cache)
+    stages = measure(options.sequences, options.steps, by_stage=True, is_caching=options.cache)
+    line = {
+        "sequences": options.sequences,
+        "cache": options.cache,
+        "cpu": cpu_name(),
+        "python": platform.python_version(),
+    }
     line |= {f"{k}_us": round(v, 1) for k, v in (stages | whole).items()}
     print(json.dumps(line))
 
