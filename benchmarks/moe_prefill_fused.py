@@ -2,9 +2,10 @@
 
     PYTHONPATH=src python benchmarks/moe_prefill_fused.py --out fused.jsonl
 
-Each way to run it is checked shape by shape and stage by stage in a process of its own, with waits that trap after
-two seconds; after a trap the next shapes get a fresh process. MXFP4 must give the same bits as its expanded copy.
-Ways with a mistake are not timed. Under two minutes; `--check-only` is under one.
+Each way to run the products is checked shape by shape in a process of its own, with waits that trap after two
+seconds; after a trap the next shapes get a fresh process. MXFP4 must give the same bits as its expanded copy. The new
+sort and quantisation (`rows`) and all of it together (`whole`) are ways of their own, so that a mistake in one hides
+nothing of the others. Ways with a mistake are not timed. Under two minutes; `--check-only` is under one.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rose.kernels import registry
 from rose.kernels.moe_experts import cuda_fused, cuda_prefill
+from rose.kernels.moe_experts.cuda_fused import FusedLibrary
 from rose.kernels.moe_experts.mxfp4_tiles import tiled
 from rose.kernels.moe_experts.reference import swiglu
+from rose.kernels.moe_experts.rows import RowTable, allocate_rows
 
 sys.path.insert(0, str(Path(__file__).parent))
 from moe_prefill_probe import LADDER, SMALL, WIDE, Rung, by_expert, ids_of, problem, spread
@@ -42,12 +45,13 @@ MORE = [
 ]  # fmt: skip
 RUNGS = [r for r in (*LADDER[:14], *MORE) if r.weight == "fp8_block"]
 RUNGS.append(Rung(name="wide_700", sizes={**WIDE, "E": 4}, tokens=700))
-WAYS = {
+PRODUCTS = {
     "mxfp4_r256": ("mxfp4", "r256"),
     "fp8_r256": ("fp8_block", "r256"),
     "fp8_r128": ("fp8_block", "r128"),
     "fp8_r128_late": ("fp8_block", "r128_late"),
 }
+WAYS = {"rows": ("fp8_block", "r256"), **PRODUCTS, "whole": ("mxfp4", "r256")}
 assert SMALL["D"] % 64 == 0
 
 
@@ -55,12 +59,33 @@ def say(**line: Any) -> None:
     print(json.dumps(line), flush=True)
 
 
-def same_bits(name: str, found: torch.Tensor, wanted: torch.Tensor) -> str | None:
+def same_bits(name: str, found: Tensor, wanted: Tensor) -> str | None:
     a, b = found.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8)
     if torch.equal(a, b):
         return None
     bad = torch.nonzero(a != b)
     return f"{name}: {len(bad)} bytes differ from the expanded copy's, first at {bad[0].tolist()}"
+
+
+def table_of(ids: Tensor, experts: int, block_m: int) -> RowTable:
+    """Return what the sort has to give, made by torch."""
+    flat = ids.flatten().long()
+    order = torch.argsort(flat, stable=True)
+    order = order[flat[order] >= 0]
+    table = allocate_rows(ids, num_experts=experts, block_m=block_m)
+    table.row_TK.fill_(-1).view(-1)[order] = torch.arange(len(order), device=ids.device).int()
+    counts = torch.bincount(flat[flat >= 0], minlength=experts)
+    tiles = (counts + block_m - 1) // block_m
+    for out, each in (
+        (table.starts_E1, counts),
+        (table.tiles_E1, tiles),
+        (table.pairs_E1, tiles // 2),
+    ):
+        out[0] = 0
+        out[1:] = each.cumsum(0)
+    owner = torch.arange(experts, device=ids.device).repeat_interleave(tiles)
+    table.expert_M.fill_(-1)[: len(owner)] = owner.int()
+    return table
 
 
 def walk(rung: Rung, way: str) -> Iterator[tuple[str, Callable[[], list[str | None]]]]:
@@ -71,7 +96,54 @@ def walk(rung: Rung, way: str) -> Iterator[tuple[str, Callable[[], list[str | No
     _, arguments = draw(rung.sizes, rung.tokens, weight, seed=1, **rung.options)
     if rung.counts:
         arguments["expert_ids_TK"] = ids_of(rung.counts)
-    plain, x, ids = arguments["weights"], arguments["x_TD"], arguments["expert_ids_TK"]
+    ids, x, experts = arguments["expert_ids_TK"], arguments["x_TD"], rung.sizes["E"]
+    table = table_of(ids, experts, shapes.rows)
+    rows = cuda_prefill.PrefillLibrary().quantize_rows(x, table)
+    steps: dict[str, Callable[[], list[str | None]]]
+    if way == "rows":
+        steps = row_steps(library, x, ids, experts)
+    elif way == "whole":
+        steps = {"whole": lambda: whole_step(library, arguments, table, rows)}
+    else:
+        steps = product_steps(library, arguments, table, rows, way)
+    yield from steps.items()
+
+
+def row_steps(library: FusedLibrary, x: Tensor, ids: Tensor, experts: int) -> dict[str, Any]:
+    def sort(block_m: int) -> list[str | None]:
+        found = library.sort_by_expert(ids, num_experts=experts, block_m=block_m)
+        torch.cuda.synchronize()
+        wanted = table_of(ids, experts, block_m)
+        tiles = int(wanted.tiles_E1[-1])
+        return [
+            None if torch.equal(getattr(found, n)[:end], getattr(wanted, n)[:end]) else f"{n} is wrong"
+            for n, end in (
+                ("row_TK", None), ("starts_E1", None), ("tiles_E1", None), ("pairs_E1", None), ("expert_M", tiles)
+            )
+        ]  # fmt: skip
+
+    def quantize() -> list[str | None]:
+        table = table_of(ids, experts, 256)
+        found = library.quantize_rows(x, table)
+        torch.cuda.synchronize()
+        wanted = torch.zeros(ids.numel(), x.shape[1], device=x.device)
+        is_here = table.row_TK >= 0
+        wanted[table.row_TK[is_here].long()] = x.float().repeat_interleave(ids.shape[1], 0)[
+            is_here.flatten()
+        ]
+        count = int(table.starts_E1[-1])
+        # One rounding to E4M3, as in moe_prefill_probe.py.
+        return [problem("x", spread(*found, 128)[:count], wanted[:count], 4e-2, 5e-2)]
+
+    return {"sort_256": lambda: sort(256), "sort_128": lambda: sort(128), "quantize": quantize}
+
+
+def product_steps(
+    library: FusedLibrary, arguments: dict[str, Any], table: RowTable, rows: tuple[Tensor, Tensor], way: str
+) -> dict[str, Any]:  # fmt: skip
+    weight, variant = WAYS[way]
+    shapes = cuda_fused.VARIANTS[variant]
+    plain = arguments["weights"]
     up, down_matrix, _ = cuda_fused.matrices(tiled(plain) if weight == "mxfp4" else plain)
     copy = None
     if weight == "mxfp4":
@@ -79,39 +151,9 @@ def walk(rung: Rung, way: str) -> Iterator[tuple[str, Callable[[], list[str | No
 
         copy = cuda_fused.matrices(fp8_copy(plain))
     alpha, limit = arguments["swiglu_alpha"], arguments["swiglu_limit"]
-    experts = rung.sizes["E"]
+    starts = table.starts_E1.tolist()
+    count = starts[-1]
     kept: dict[str, Any] = {}
-
-    def sort() -> list[str | None]:
-        table = kept["table"] = library.sort_by_expert(
-            ids, num_experts=experts, block_m=shapes.rows
-        )
-        torch.cuda.synchronize()
-        flat = ids.flatten().long()
-        order = torch.argsort(flat, stable=True)
-        order = order[flat[order] >= 0]
-        wanted = torch.full_like(flat, -1)
-        wanted[order] = torch.arange(len(order), device=flat.device)
-        counts = torch.bincount(flat[flat >= 0], minlength=experts)
-        tile_counts = (counts + shapes.rows - 1) // shapes.rows
-        tiles = [0, *tile_counts.cumsum(0).tolist()]
-        pairs = [0, *(tile_counts // 2).cumsum(0).tolist()]
-        owners = [e for e, (a, b) in enumerate(pairwise(tiles)) for _ in range(b - a)]
-        kept["order"], kept["starts"] = order, [0, *counts.cumsum(0).tolist()]
-        return [
-            None if torch.equal(table.row_TK.flatten().long(), wanted) else "row_TK is wrong",
-            None if table.starts_E1.tolist() == kept["starts"] else f"starts {table.starts_E1.tolist()}",
-            None if table.tiles_E1.tolist() == tiles else f"tiles {table.tiles_E1.tolist()}",
-            None if table.pairs_E1.tolist() == pairs else f"pairs {table.pairs_E1.tolist()}",
-            None if table.expert_M[: tiles[-1]].tolist() == owners else "expert_M is wrong",
-        ]  # fmt: skip
-
-    def quantize() -> list[str | None]:
-        kept["rows"] = library.quantize_rows(x, kept["table"])
-        torch.cuda.synchronize()
-        wanted = x.float()[kept["order"] // ids.shape[1]]
-        # One rounding to E4M3, as in moe_prefill_probe.py.
-        return [problem("x", spread(*kept["rows"], 128)[: len(wanted)], wanted, 4e-2, 5e-2)]
 
     def gate_up() -> list[str | None]:
         options = {
@@ -120,46 +162,52 @@ def walk(rung: Rung, way: str) -> Iterator[tuple[str, Callable[[], list[str | No
             "limit": limit,
             "late": shapes.late,
         }
-        kept["hidden"] = library.gate_up(*kept["rows"], kept["table"], matrix=up, **options)
+        kept["hidden"] = library.gate_up(*rows, table, matrix=up, **options)
         torch.cuda.synchronize()
-        count = kept["starts"][-1]
-        x_RD = spread(*kept["rows"], 128)[:count]
-        u_RF = by_expert(x_RD, kept["starts"], plain.gate_up, plain.gate_up_bias_EF)
+        u_RF = by_expert(spread(*rows, 128)[:count], starts, plain.gate_up, plain.gate_up_bias_EF)
         wanted = swiglu(u_RF, alpha=alpha, limit=limit)
         found = [problem("hidden", spread(*kept["hidden"], 128)[:count], wanted, 4e-2, 5e-2)]
         if copy:
-            other = library.gate_up(*kept["rows"], kept["table"], matrix=copy[0], **options)
+            other = library.gate_up(*rows, table, matrix=copy[0], **options)
             found.append(same_bits("hidden", kept["hidden"][0][:count], other[0][:count]))
             found.append(same_bits("scales", kept["hidden"][1][:, :count], other[1][:, :count]))
         return found
 
     def down() -> list[str | None]:
         options = {"bias_ED": plain.down_bias_ED, "late": shapes.late}
-        kept["y"] = library.down(*kept["hidden"], kept["table"], matrix=down_matrix, **options)
+        y = library.down(*kept["hidden"], table, matrix=down_matrix, **options)
         torch.cuda.synchronize()
-        count = kept["starts"][-1]
         hidden_RI = spread(*kept["hidden"], 128)[:count]
-        wanted = by_expert(hidden_RI, kept["starts"], plain.down, plain.down_bias_ED)
-        found = [problem("y", kept["y"][:count], wanted, 4e-3, 8e-3)]
+        wanted = by_expert(hidden_RI, starts, plain.down, plain.down_bias_ED)
+        found = [problem("y", y[:count], wanted, 4e-3, 8e-3)]
         if copy:
-            other = library.down(*kept["hidden"], kept["table"], matrix=copy[1], **options)
-            found.append(same_bits("y", kept["y"][:count], other[:count]))
+            other = library.down(*kept["hidden"], table, matrix=copy[1], **options)
+            found.append(same_bits("y", y[:count], other[:count]))
         return found
 
-    def whole() -> list[str | None]:
-        out = arguments["out_TD"]
-        library.combine(kept["y"], kept["table"], arguments["expert_weights_TK"], out_TD=out)
-        stages = out.clone()
-        weights = tiled(plain) if weight == "mxfp4" else plain
-        cuda_fused.run_experts(library, **{**arguments, "weights": weights}, shapes=shapes)
-        torch.cuda.synchronize()
-        rows = kept["table"].row_TK.long()
-        picked = kept["y"].float()[rows.clamp_min(0)].masked_fill((rows < 0).unsqueeze(-1), 0)
-        wanted = (picked * arguments["expert_weights_TK"].float().unsqueeze(-1)).sum(dim=1)
-        repeated = None if torch.equal(out, stages) else "a second run differs"
-        return [problem("out", out, wanted, 4e-3, 8e-3), repeated]
+    return {"gate_up": gate_up, "down": down}
 
-    yield from ((f.__name__, f) for f in (sort, quantize, gate_up, down, whole))
+
+def whole_step(
+    library: FusedLibrary, arguments: dict[str, Any], table: RowTable, rows: tuple[Tensor, Tensor]
+) -> list[str | None]:
+    weights = tiled(arguments["weights"])
+    up, down, plain = cuda_fused.matrices(weights)
+    options = {"alpha": arguments["swiglu_alpha"], "limit": arguments["swiglu_limit"]}
+    hidden = library.gate_up(*rows, table, matrix=up, bias_EF=plain.gate_up_bias_EF, **options)
+    y = library.down(*hidden, table, matrix=down, bias_ED=plain.down_bias_ED)
+    at = table.row_TK.long()
+    picked = y.float()[at.clamp_min(0)].masked_fill((at < 0).unsqueeze(-1), 0)
+    wanted = (picked * arguments["expert_weights_TK"].float().unsqueeze(-1)).sum(dim=1)
+    out = arguments["out_TD"]
+    found = []
+    for _ in range(2):
+        cuda_fused.run_experts(library, **{**arguments, "weights": weights})
+        torch.cuda.synchronize()
+        found.append(out.clone())
+    repeated = None if torch.equal(*found) else "a second run differs"
+    # Quantised by the other kernel: where a scale differs in its last bit, a value may land one E4M3 step away.
+    return [problem("out", out, wanted, 2e-2, 4e-2), repeated]
 
 
 def check_here(way: str, first: int) -> int:
@@ -217,48 +265,58 @@ def child(options: list[str], seconds: float) -> tuple[str, str]:
         return process.communicate()[0], f"timeout after {seconds:.0f} s"
 
 
-def time_here(way: str, model: str, routings: list[str], tokens: int) -> int:
-    """Time the stages of a way, or of what is bound today (`bound`), on one model's size."""
+def time_here(
+    ways: list[str], model: str, routings: list[str], tokens: int, stages: list[str]
+) -> int:
+    """Time the stages of ways, or of what is bound today (`bound`), on one model's size."""
     registry.load("moe_experts")
-    weight, variant = WAYS.get(way, ("fp8_block" if model == "20b" else "mxfp4", ""))
     sizes = SIZES[model]
-    weights = draw(sizes, 1, weight, seed=1)[1]["weights"]
     drawn = draw({**sizes, "I": 32}, tokens, "mxfp4", seed=2)[1]
-    flops = 2 * tokens * sizes["K"] * sizes["D"] * sizes["I"]
-    work = {"gate_up": 2 * flops, "down": flops, "whole": 3 * flops}
-    prepared = tiled(weights) if weight == "mxfp4" else weights
-    for routing in routings:
-        ids = drawn["expert_ids_TK"]
-        if routing == "balanced":
-            ids = balanced_ids(tokens, sizes["E"], sizes["K"])
-        arguments = {**drawn, "weights": prepared, "expert_ids_TK": ids}
-        made = stages_of(arguments, cuda_fused.VARIANTS[variant]) if variant else bound(arguments)
-        for stage, call in made.items():
-            median, least = time_us(call, replays=5)
-            line = {
-                "bench": "moe_prefill_fused", "way": way, "model": model, "tokens": tokens, "routing": routing,
-                "stage": stage, "median_us": round(median, 1), "min_us": round(least, 1),
-            }  # fmt: skip
-            if stage in work:
-                line["tflops"] = round(work[stage] / median / 1e6, 1)
-            say(**line)
+    ids = {
+        "random": drawn["expert_ids_TK"],
+        "balanced": balanced_ids(tokens, sizes["E"], sizes["K"]),
+    }
+    prepared: dict[str, Any] = {}
+    for way in ways:
+        weight, variant = WAYS.get(way, ("fp8_block" if model == "20b" else "mxfp4", ""))
+        if weight not in prepared:
+            made = draw(sizes, 1, weight, seed=1)[1]["weights"]
+            prepared[weight] = tiled(made) if weight == "mxfp4" else made
+        for routing in routings:
+            arguments = {**drawn, "weights": prepared[weight], "expert_ids_TK": ids[routing]}
+            if way == "rows":
+                calls = row_stages(arguments, sizes["E"])
+            elif variant:
+                calls = stages_of(arguments, cuda_fused.VARIANTS[variant])
+            else:
+                calls = bound(arguments)
+            for stage, call in calls.items():
+                if way not in PRODUCTS or not stages or stage in stages:
+                    say(**timed(call, stage, way=way, model=model, tokens=tokens, routing=routing))
     return 0
+
+
+def timed(call: Callable[[], Any], stage: str, **labels: Any) -> dict[str, Any]:
+    median, least = time_us(call, replays=5)
+    line = {"bench": "moe_prefill_fused", **labels, "stage": stage}
+    line |= {"median_us": round(median, 1), "min_us": round(least, 1)}
+    sizes = SIZES[labels["model"]]
+    flops = 2 * labels["tokens"] * sizes["K"] * sizes["D"] * sizes["I"]
+    work = {"gate_up": 2 * flops, "down": flops, "whole": 3 * flops}
+    if stage in work:
+        line["tflops"] = round(work[stage] / median / 1e6, 1)
+    return line
 
 
 def stages_of(
     arguments: dict[str, Any], shapes: cuda_fused.FusedShapes
 ) -> dict[str, Callable[[], Any]]:
-    """Return each stage as a closure over what the one before it wrote."""
+    """Return each product as a closure over rows that the bound kernels made, and the whole."""
     library = cuda_fused.FusedLibrary()
     up, down_matrix, plain = cuda_fused.matrices(arguments["weights"])
-    ids, x = arguments["expert_ids_TK"], arguments["x_TD"]
     late = shapes.late
-
-    def sort() -> Any:
-        return library.sort_by_expert(ids, num_experts=up.shape[0], block_m=shapes.rows)
-
-    table = sort()
-    rows = library.quantize_rows(x, table)
+    table = table_of(arguments["expert_ids_TK"], up.shape[0], shapes.rows)
+    rows = cuda_prefill.PrefillLibrary().quantize_rows(arguments["x_TD"], table)
 
     def gate_up() -> Any:
         return library.gate_up(
@@ -273,13 +331,21 @@ def stages_of(
 
     hidden = gate_up()
     return {
-        "sort": sort,
-        "quantize": lambda: library.quantize_rows(x, table),
         "gate_up": gate_up,
         "down": lambda: library.down(
             *hidden, table, matrix=down_matrix, bias_ED=plain.down_bias_ED, late=late
         ),
         "whole": lambda: cuda_fused.run_experts(library, **arguments, shapes=shapes),
+    }
+
+
+def row_stages(arguments: dict[str, Any], experts: int) -> dict[str, Callable[[], Any]]:
+    library = cuda_fused.FusedLibrary()
+    ids, x = arguments["expert_ids_TK"], arguments["x_TD"]
+    table = table_of(ids, experts, 256)
+    return {
+        "sort": lambda: library.sort_by_expert(ids, num_experts=experts, block_m=256),
+        "quantize": lambda: library.quantize_rows(x, table),
     }
 
 
@@ -321,10 +387,11 @@ def main() -> int:
     parser.add_argument("--check", default="", choices=["", *WAYS], help="check this way here")
     parser.add_argument("--first", type=int, default=0, help="with --check: shape to begin with")
     parser.add_argument(
-        "--time", default="", choices=["", "bound", *WAYS], help="time this way here"
+        "--time", nargs="+", default=[], choices=["bound", *WAYS], help="time these ways here"
     )
     parser.add_argument("--model", default="20b", choices=list(SIZES))
     parser.add_argument("--routing", nargs="+", default=["balanced", "random"])
+    parser.add_argument("--stages", nargs="*", default=[], help="with --time: only these")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--check-only", action="store_true")
     parser.add_argument("--seconds", type=float, default=115.0, help="for everything")
@@ -333,7 +400,9 @@ def main() -> int:
     if arguments.check:
         return check_here(arguments.check, arguments.first)
     if arguments.time:
-        return time_here(arguments.time, arguments.model, arguments.routing, arguments.tokens)
+        return time_here(
+            arguments.time, arguments.model, arguments.routing, arguments.tokens, arguments.stages
+        )
     began = time.monotonic()
     builds = [cuda_fused.FusedLibrary(defines=d).library for d in ([], ["ROSE_WATCHDOG"])]
     builds.append(cuda_prefill.PrefillLibrary().library)
@@ -345,22 +414,18 @@ def main() -> int:
     for outcome in outcomes:
         say(bench="moe_prefill_fused_check", **outcome)
     good = [o["way"] for o in outcomes if o["ok"]]
-    runs = [(way, "120b") for way in ("bound", "mxfp4_r256")]
-    runs += [(way, "20b") for way in ("bound", *WAYS)]
-    for way, model in [] if arguments.check_only else runs:
-        if way not in (*good, "bound"):
-            continue
+    # Without a right sort and quantisation only the products can be timed.
+    stages = [] if "rows" in good and "whole" in good else ["gate_up", "down"]
+    for model in [] if arguments.check_only else ("120b", "20b"):
+        wanted = ["bound", "mxfp4_r256"] if model == "120b" else ["bound", "rows", *PRODUCTS]
+        ways = [way for way in wanted if way in (*good, "bound")]
         left = began + arguments.seconds - time.monotonic()
-        if left < 5:
-            say(skipped=[way, model], reason="no time left")
-            continue
-        text, ended = child(
-            ["--time", way, "--model", model, "--tokens", str(arguments.tokens)], left
-        )
+        options = ["--time", *ways, "--model", model, "--tokens", str(arguments.tokens)]
+        text, ended = child([*options, "--stages", *stages], max(left, 5.0))
         lines = [line for line in text.splitlines() if line.startswith("{")]
         print("\n".join(lines), flush=True)
         if ended != "exit 0":
-            say(way=way, model=model, ended=ended, words=text.splitlines()[-2:])
+            say(model=model, ended=ended, words=text.splitlines()[-2:])
         if arguments.out:
             with arguments.out.open("a") as file:
                 file.writelines(line + "\n" for line in lines)

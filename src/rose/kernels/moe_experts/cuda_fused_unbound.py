@@ -1,8 +1,8 @@
 """Registration of the fused experts, not in force: the frame reads `*_impl.py` files only.
 
 Once benchmarks/moe_prefill_fused.py finds no mistake on a GPU and the times are better, `git mv` this file to
-cuda_fused_impl.py. With mxfp4 it then comes before cuda_prefill_expand (120b) and after cuda_prefill_copy (20b);
-`kernels.only` picks it in either case.
+cuda_fused_impl.py. With mxfp4 it then comes before cuda_prefill_expand (120b) and after cuda_prefill_copy (20b:
+`kernels.only` would force it on decode too, which it refuses; raise its band to SPECIALISED instead).
 """
 
 from __future__ import annotations
