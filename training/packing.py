@@ -15,18 +15,15 @@ from pathlib import Path
 import english
 import numpy as np
 
-from rose.eval.examples import Example
+from rose.eval.rendering import Documents
 from rose.eval.tasks import draw_for_training, draw_long_for_training
-from rose.eval.tool_tasks import compact
-from rose.frontend.formatters.harmony.conversation import call_message
-from rose.frontend.formatters.harmony.formatter import HarmonyFormatter
-from rose.frontend.formatters.harmony.messages import Message
-from rose.frontend.formatters.harmony.render import HarmonyRenderer
 from rose.frontend.tokenizer import FolderTokenizer
 
-ENGLISH_SHARE = 0.08
+ENGLISH_SHARE = 0.04
 """Of the documents in short rows; the rest of a row that no conversation fits is English too."""
 ENGLISH_CHARACTERS = 1600
+FITTING_TRIES = 4
+"""Conversations drawn for the end of a row before English fills it."""
 
 
 @dataclass(frozen=True)
@@ -40,52 +37,37 @@ class Batch:
 
 
 class Text:
-    """Tokenizer, formatter and corpus of one process."""
+    """Vocabulary, formatter and corpus of one process."""
 
     def __init__(self, path: Path) -> None:
         self.tokenizer = FolderTokenizer(path)
-        self.formatter = HarmonyFormatter(self.tokenizer)
-        self.renderer = HarmonyRenderer(self.tokenizer)
-        self.begin = [self.renderer.tokens.start, *self.tokenizer.encode("assistant")]
+        self.documents = Documents(self.tokenizer)
         self.end_of_text = self.tokenizer.control_id("<|endoftext|>")
         self.passages = english.passages()
-
-    def answer(self, example: Example) -> list[int]:
-        """Return what the model shall write after `<|start|>assistant`."""
-        messages = [Message(role="assistant", channel="analysis", content=(example.reasoning,))]
-        if example.call is not None:
-            name, arguments = example.call
-            messages.append(call_message(name, compact(arguments)))
-        else:
-            assert example.content is not None, "an answer without a call has content"
-            messages.append(Message(role="assistant", channel="final", content=(example.content,)))
-        token_ids = self.renderer.render_for_training(messages)
-        assert token_ids[: len(self.begin)] == self.begin, "the prompt ends where the answer begins"
-        return token_ids[len(self.begin) :]
-
-    def document(self, example: Example) -> tuple[list[int], int]:
-        """Return prompt and answer, and the length of the prompt."""
-        prompt = self.formatter.encode(example.body).token_ids
-        return prompt + self.answer(example), len(prompt)
 
     def english(self, source: random.Random) -> list[int]:
         """Return some English that ends in end of text."""
         text = english.draw(self.passages, source, ENGLISH_CHARACTERS)
         return [*self.tokenizer.encode(text), self.end_of_text]
 
+    def _next(self, room: int, is_long: bool, source: random.Random) -> tuple[list[int], int]:
+        """Return a document for the room that is left, and its first learnt token; English may pass the end."""
+        if is_long:
+            return self.documents.whole(draw_long_for_training(source))
+        if source.random() >= ENGLISH_SHARE:
+            for _ in range(FITTING_TRIES):
+                token_ids, first = self.documents.whole(draw_for_training(source))
+                if len(token_ids) <= room:
+                    return token_ids, first
+        return self.english(source), 1
+
     def row(self, kind: str, length: int, source: random.Random) -> list[np.ndarray]:
         """Return tokens, positions, docs and is_learnt of one row."""
         columns: list[list[int]] = [[], [], [], []]
-        draws = [draw_long_for_training] if kind == "long" else []
-        number = 0
+        number, is_long_due = 0, kind == "long"
         while len(columns[0]) < length:
-            if not draws and kind == "short" and source.random() < ENGLISH_SHARE:
-                token_ids, first = self.english(source), 1
-            else:
-                draw = draws.pop() if draws else draw_for_training
-                token_ids, first = self.document(draw(source))
-                if len(columns[0]) + len(token_ids) > length:
-                    token_ids, first = self.english(source), 1
+            token_ids, first = self._next(length - len(columns[0]), is_long_due, source)
+            is_long_due = False
             token_ids = token_ids[: length - len(columns[0])]
             count = len(token_ids)
             learnt = [int(i >= first) for i in range(count)]

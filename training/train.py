@@ -16,12 +16,13 @@ from pathlib import Path
 import torch
 from card import plot, write_card
 from export import export
-from packing import Batch, Plan, Source, Text
+from packing import Batch, Plan, Source
 from sizes import active_parameters, model_config
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from trainable import MtpHead, Tools, TrainableGptOss, compiled
 
+from rose.eval.rendering import Documents
 from rose.eval.tasks import ASKED, held_out_set
 from rose.frontend.tokenizer import FolderTokenizer
 
@@ -177,6 +178,11 @@ class Tensors:
         self.next_two = there(tokens[:, 2:][next_two[:, :-1]].astype("int64"))
 
 
+def mean_loss(logits: Tensor, wanted: Tensor) -> Tensor:
+    """Return the mean cross-entropy; 0 where nothing is to be learnt (a long document cut off by a short row)."""
+    return cross_entropy(logits.float(), wanted, reduction="sum") / max(1, len(wanted))
+
+
 class ModelPart(Part):
     """A model that predicts the next token."""
 
@@ -187,7 +193,7 @@ class ModelPart(Part):
         rows = model.rows(batch.positions, batch.docs)
         hidden, penalty = model(batch.tokens, rows)
         logits = model.logits(hidden.flatten(0, 1)[batch.places])
-        return cross_entropy(logits.float(), batch.next_one), BALANCE * penalty
+        return mean_loss(logits, batch.next_one), BALANCE * penalty
 
 
 class MtpPart(Part):
@@ -207,7 +213,7 @@ class MtpPart(Part):
             embedded = model.embed_tokens[batch.all_tokens[:, 1:]]
         x = self.module(hidden, embedded, rows, model.tools)
         logits = model.logits(x.flatten(0, 1)[batch.places_of_two])
-        return cross_entropy(logits.float(), batch.next_two), logits.new_zeros(())
+        return mean_loss(logits, batch.next_two), logits.new_zeros(())
 
 
 def choose_attention(device: str, wanted: str) -> str:
@@ -254,23 +260,26 @@ def attention_difference(device: str) -> float:
 
 @torch.no_grad()
 def teacher_forced(
-    model: TrainableGptOss, text: Text, *, count: int, is_rounded: bool, device: str
+    model: TrainableGptOss,
+    asked: dict[str, list[tuple[list[int], int]]],
+    *,
+    is_rounded: bool,
+    device: str,
 ) -> dict[str, float]:
-    """Return per task the share of held-out answers whose every token is the most likely one, given those before."""
+    """Return per task the share of answers whose every token is the most likely one, given those before."""
     # Every length is a shape: nothing is compiled here.
     model.is_rounded, model.tools = is_rounded, Tools()
     shares = {}
-    for task in ASKED:
+    for task, wholes in asked.items():
         right = 0
-        for example in held_out_set(task, count, seed=0):
-            token_ids, first = text.document(example)
+        for token_ids, first in wholes:
             tokens = torch.tensor([token_ids], device=device)
             place = torch.arange(len(token_ids) - 1, device=device)[None]
             with torch.autocast("cuda", torch.bfloat16, enabled=device != "cpu"):
                 hidden, _ = model(tokens[:, :-1], model.rows(place, torch.zeros_like(place)))
                 best = model.logits(hidden[0, first - 1 :]).argmax(-1)
             right += bool((best == tokens[0, first:]).all())
-        shares[task] = right / count
+        shares[task] = right / len(wholes)
     return shares
 
 
@@ -353,9 +362,13 @@ def main(words: list[str] | None = None) -> None:
     export(model, tokenizer, arguments.out / "tiny-gpt-oss", mtp)
     export(draft, tokenizer, arguments.out / "tiny-gpt-oss-draft")
     settings.source.close()
-    text = Text(path)
+    documents = Documents(tokenizer)
+    asked = {
+        task: [documents.whole(e) for e in held_out_set(task, arguments.scored, seed=0)]
+        for task in ASKED
+    }
     scores = {
-        name: teacher_forced(m, text, count=arguments.scored, is_rounded=rounded, device=device)
+        name: teacher_forced(m, asked, is_rounded=rounded, device=device)
         for name, m, rounded in (
             ("mxfp4", model, True),
             ("parent", model, False),

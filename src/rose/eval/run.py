@@ -1,0 +1,92 @@
+"""One evaluation: ask, score, compare, and lay the results of several formats side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rose.eval.asking import EngineAsker, HttpAsker
+from rose.eval.examples import Example
+from rose.eval.scoring import summary
+from rose.eval.tasks import ASKED, held_out_set
+
+SEED = 2026
+"""Of the questions asked."""
+
+
+def questions(tasks: Sequence[str], count: int, *, seed: int = SEED) -> list[Example]:
+    """Return `count` held-out questions of each task."""
+    return [example for task in tasks or ASKED for example in held_out_set(task, count, seed=seed)]
+
+
+def evaluate_server(url: str, examples: Sequence[Example]) -> dict[str, Any]:
+    """Ask a server; log-probabilities are not compared, since chat answers carry none."""
+    asker = HttpAsker(url)
+    replies = asker.ask(examples)
+    return {"model": asker.model, "url": url, **summary(zip(examples, replies, strict=True))}
+
+
+def evaluate_folder(
+    folder: Path, weights: str, examples: Sequence[Example], *, device: str
+) -> dict[str, Any]:
+    """Ask the engine on the weights of a folder, held in a format."""
+    from rose.eval.logprobs import compare
+
+    asker = EngineAsker(folder, weights=weights, device=device)
+    replies = asker.ask(examples)
+    model = asker.engine.model
+    return {
+        "model": folder.name,
+        "weights": weights,
+        "device": str(model.device),
+        "activations": str(model.kv_dtype).removeprefix("torch."),
+        **summary(zip(examples, replies, strict=True)),
+        "texts": compare(folder, model, asker.tokenizer),
+    }
+
+
+def store_float64(folder: Path) -> Path:
+    """Write the log-probabilities of the float64 reference into the folder."""
+    import torch
+
+    from rose.config.quant import QuantConfig
+    from rose.eval.logprobs import store
+    from rose.frontend.tokenizer import load_tokenizer
+    from rose.models.gpt_oss.original import reference_config, weights_of
+    from rose.models.gpt_oss.weights import checkpoint_format, load, read_config
+
+    config = read_config(folder)
+    quant = QuantConfig(weights=checkpoint_format(folder), activations="float64", kv="float64")
+    parameters = load(folder, config, quant)
+    weights = weights_of(parameters, torch.float64)
+    return store(folder, reference_config(config), weights, load_tokenizer(folder))
+
+
+def table(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Return rows of cells: one column per run, and for further runs the difference to the first in points."""
+    names = [run.get("weights", "served") for run in runs]
+    head = ["task", names[0]]
+    for name in names[1:]:
+        head += [name, f"{name} - {names[0]}"]
+    rows = [head]
+    for task in runs[0]["tasks"]:
+        shares = [100 * run["tasks"][task] for run in runs]
+        rows.append([task, *_cells(shares, "{:.1f}", "{:+.1f}")])
+    for effort in runs[0]["reasoning_characters"]:
+        lengths = [run["reasoning_characters"].get(effort, 0.0) for run in runs]
+        rows.append([f"reasoning, {effort} (characters)", *_cells(lengths, "{:.0f}", "{:+.0f}")])
+    for text, line in runs[0].get("texts", {}).items():
+        for what in ("perplexity", "mean_difference"):
+            if what in line:
+                values = [run["texts"][text][what] for run in runs]
+                label = what if what == "perplexity" else "|log p - float64|"
+                rows.append([f"{label}, {text}", *_cells(values, "{:.4g}", "{:+.2g}")])
+    return rows
+
+
+def _cells(values: Sequence[float], plain: str, signed: str) -> list[str]:
+    cells = [plain.format(values[0])]
+    for value in values[1:]:
+        cells += [plain.format(value), signed.format(value - values[0])]
+    return cells
