@@ -123,6 +123,33 @@ def test_completions_take_text_and_ids(server):
     assert server.http.post("/v1/completions", json=ids).json()["usage"]["prompt_tokens"] == 2
 
 
+def test_a_biased_token_is_written_and_its_own_probability_reported(server):
+    """OpenAI's client through both services: the bias decides, the log-probability is the model's."""
+    openai = pytest.importorskip("openai", reason="the openai client library is not installed")
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    ask = {
+        "model": "tiny",
+        "prompt": "Once",
+        "max_tokens": 4,
+        "temperature": 0,
+        "logprobs": 2,
+        "logit_bias": {"15390": 100},
+    }
+    whole = client.completions.create(**ask).choices[0]
+    assert whole.logprobs.tokens == [whole.logprobs.tokens[0]] * 4
+    assert "".join(whole.logprobs.tokens) == whole.text
+    for chosen, top in zip(whole.logprobs.token_logprobs, whole.logprobs.top_logprobs, strict=True):
+        # one of 201,088 tokens of a model of random weights
+        assert chosen < -1
+        assert len(top) == 3
+        assert min(top.values()) == chosen
+    chunks = list(client.completions.create(**ask, stream=True))
+    found = [c.choices[0].logprobs for c in chunks if c.choices and c.choices[0].logprobs]
+    assert [value for part in found for value in part.token_logprobs] == (
+        whole.logprobs.token_logprobs
+    )
+
+
 def _gauge(server, name):
     text = server.http.get("/metrics").text
     return float(text.split(f"\n{name} ")[1].split("\n")[0])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,7 +55,7 @@ class AdjustmentTable:
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self._device = device
-        self.counts_RV = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
+        self.counts_RV = _zeroed_counts(num_rows, vocab_size, device)
         self.penalties_3R = torch.zeros(3, num_rows, dtype=torch.float32, device=device)
         self.penalties_3R[0] = 1.0
         self.ids_RE = torch.zeros(num_rows, _WIDTH, dtype=torch.int64, device=device)
@@ -84,8 +85,9 @@ class AdjustmentTable:
             counts_V = self.counts_RV[slot]
             counts_V.zero_()
             counts_V.index_fill_(0, self._send(prompt_ids, torch.int64), IN_PROMPT)
-            output_N = self._send(output_ids, torch.int64)
-            counts_V.index_add_(0, output_N, torch.ones_like(output_N, dtype=torch.int32))
+            if output_ids:
+                output_N = self._send(output_ids, torch.int64)
+                counts_V.index_add_(0, output_N, torch.ones_like(output_N, dtype=torch.int32))
         first_free = len(prompt_ids) + sampling.min_tokens
         added = [(i, bias, ALWAYS) for i, bias in sampling.logit_bias.items()]
         if sampling.min_tokens:
@@ -135,3 +137,10 @@ class AdjustmentTable:
         if self._device.type == "cuda":
             tensor = tensor.pin_memory()
         return tensor.to(self._device, non_blocking=True)
+
+
+def _zeroed_counts(num_rows: int, vocab_size: int, device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        # numpy leaves pages that are never written to the system; torch writes zeros to all 200 MB
+        return torch.from_numpy(np.zeros((num_rows, vocab_size), dtype=np.int32))
+    return torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
