@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from rose.utils.extras import missing_package
+
 __version__ = "0.1.0"
 
 _PUBLIC = {
@@ -23,4 +25,10 @@ def __getattr__(name: str) -> object:
         raise AttributeError(
             f"module 'rose' has no attribute {name!r}; public: {', '.join(__all__)}"
         )
-    return getattr(import_module(_PUBLIC[name]), name)
+    try:
+        return getattr(import_module(_PUBLIC[name]), name)
+    except ModuleNotFoundError as error:
+        text = missing_package(f"rose.{name}", error)
+        if text is None:
+            raise
+        raise ModuleNotFoundError(text, name=error.name) from None

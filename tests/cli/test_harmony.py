@@ -73,6 +73,12 @@ def test_bad_parse_lines_say_what_is_allowed(line):
     assert "allowed:" in replies[0]["error"]["message"]
 
 
+def test_a_misspelt_key_is_named():
+    _, [misspelt, other] = run("parse", lines=[{"token": [1]}, {"ids": [1]}])
+    assert "did you mean tokens by 'token'?" in misspelt["error"]["message"]
+    assert "found 'ids'" in other["error"]["message"]
+
+
 def test_ids_outside_the_vocabulary_are_read():
     code, replies = run("parse", lines=[{"tokens": [10**30, 201088]}])
     assert (code, replies[0]["chat"]["content"]) == (0, "\ufffd\ufffd")

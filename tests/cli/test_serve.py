@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -95,6 +97,13 @@ def test_a_script_needs_no_model(launched, tmp_path):
         (["--only", "gemm"], ["NAME=VALUE"]),
         (["--page-token", "3"], ["--page-tokens"]),
         (["--scripted", "no-such-file"], ["no-such-file"]),
+        (["--device", "gpu"], ["'gpu'", "auto, cpu, cuda", "change --device"]),
+        (["--tp", "2"], ["tp=2", "leave out --tp"]),
+        (["--decoder", "x"], ["'x'", "plain", "change --decoder (decoding.decoder)"]),
+        (["--context-tokens", "0"], ["context_tokens=0", "change --context-tokens"]),
+        (["--context-tokens", "200000"], ["the model takes 131072", "change --context-tokens"]),
+        (["--only", "gem=x"], ["gem", "gemm", "change --only (kernels.only)"]),
+        (["--weights", "int3"], ["'int3'", "change --weights (quant.weights)"]),
     ],
 )
 def test_mistakes_are_said_before_anything_starts(arguments, parts, capsys):
@@ -103,6 +112,36 @@ def test_mistakes_are_said_before_anything_starts(arguments, parts, capsys):
     assert error.startswith("error: ")
     assert all(part in error for part in parts), error
     assert "Traceback" not in error
+    assert "listening" not in error
+
+
+def test_what_can_be_checked_without_torch_is(capsys):
+    program = (
+        "import sys\nfrom rose.cli.main import run\n"
+        "code = run(['serve', '--tp', '2', '--decoder', 'x', '--only', 'gem=x', '--context-tokens', '200000'])\n"
+        "sys.exit('torch' in sys.modules or code)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True
+    )
+    assert result.returncode == 2, result.stderr
+    assert [line.startswith("error: ") for line in result.stderr.splitlines()] == [True] * 4
+
+
+def test_a_refusal_of_the_engine_is_told_once_in_the_words_of_the_command_line():
+    arguments = ["serve", "--port", "0", "--device", "cpu", "--only", "gemm=no_such"]
+    result = subprocess.run(
+        [sys.executable, "-m", "rose.cli.main", *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 2
+    told = [line for line in result.stderr.splitlines() if "no_such" in line]
+    assert len(told) == 1, result.stderr
+    assert told[0].startswith("error: ")
+    assert told[0].endswith("change --only (kernels.only)")
+    assert "loading weights" not in result.stderr
 
 
 def test_engine_options_are_refused_for_a_script(tmp_path, capsys):

@@ -17,6 +17,22 @@ def _by_path(*roots, **keywords):
     return {option.path: option for option in cli.options(*roots, **keywords)}
 
 
+def test_messages_get_the_flags_that_a_person_types():
+    options = cli.options(EngineConfig)
+    for text, worded in (
+        ("x=1; change quant.weights", "x=1; change --weights (quant.weights)"),
+        ("change context_tokens", "change --context-tokens"),
+        (
+            "raise cache.kv_tokens, or lower context_tokens or scheduler.max_step_tokens",
+            "raise --kv-tokens (cache.kv_tokens), or lower --context-tokens or "
+            "--max-step-tokens (scheduler.max_step_tokens)",
+        ),
+        ("context_tokens=5; change --port", "context_tokens=5; change --port"),
+        ("change quant.weights_of", "change quant.weights_of"),
+    ):
+        assert cli.with_flags(text, options) == worded
+
+
 def test_every_leaf_of_the_engine_tree_is_an_option():
     found = _by_path(EngineConfig)
     assert found["cache", "page_tokens"].flags == ("--page-tokens", "--cache.page-tokens")

@@ -112,11 +112,18 @@ def test_metrics_are_prometheus_text(answering):
     text = answering.http.get("/metrics").text
     assert "rose_time_to_first_token_seconds_bucket" in text
     assert "rose_requests_running " in text
+    assert "rose_requests_total{" in text
+    assert "_created" not in text
 
 
 def _running(server) -> float:
     text = server.http.get("/metrics").text
     return float(text.split("\nrose_requests_running ")[1].split("\n")[0])
+
+
+def _sent(server) -> float:
+    text = server.http.get("/metrics").text
+    return float(text.split("\nrose_engine_output_tokens_total ")[1].split("\n")[0])
 
 
 def _until(condition, seconds, what):
@@ -183,11 +190,59 @@ def test_ctrl_c_ends_both_services_quietly(scripted):
         engine = server.engine_pid()
         assert server.http.get("/ready").status_code == 200
         assert server.stop() == 0
-        assert not any("Traceback" in line for line in server.lines)
+        assert not any("Traceback" in line for line in server.lines), "\n".join(server.lines)
         with pytest.raises(ProcessLookupError):
             os.kill(engine, 0)
         with pytest.raises(httpx.TransportError):
             server.http.get("/health")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("how", ["second Ctrl-C", "time is up"])
+def test_an_answer_cut_by_the_end_is_told_so_and_nobody_sees_a_traceback(scripted, stream, how):
+    text = "<|channel|>final<|message|>" + "word " * 4000
+    limit = "60" if how == "second Ctrl-C" else "0.2"
+    script = [{"text": text, "delay_ms": 20}]
+    with scripted(script, "--shutdown-timeout-s", limit) as server:
+        where = urlsplit(server.url)
+        with socket.create_connection((where.hostname, where.port), timeout=10) as connection:
+            _send(connection, server, {**CHAT, "stream": stream, "max_completion_tokens": 4000})
+            _until(lambda: _running(server) == 1, 5, "the request never ran")
+            server.process.send_signal(signal.SIGINT)
+            hint = f"stopping: waiting for 1 answer (at most {limit} s), Ctrl-C again ends at once"
+            _until(lambda: hint in server.lines, 5, "no hint")
+            if how == "second Ctrl-C":
+                server.process.send_signal(signal.SIGINT)
+            seen = b""
+            while part := connection.recv(65536):
+                seen += part
+        assert b'"code":"shutting_down"' in seen
+        assert b"send the request again" in seen
+        assert seen.startswith(b"HTTP/1.1 200" if stream else b"HTTP/1.1 503")
+        assert (b"data: [DONE]" in seen) is stream
+        assert server.process.wait(10) == 0
+        assert not any("Traceback" in line or "Cancelled" in line for line in server.lines)
+
+
+def test_a_client_that_does_not_read_cannot_hold_the_server(scripted):
+    text = "<|channel|>final<|message|>" + "word " * 4000
+    with scripted([{"text": text}], "--shutdown-timeout-s", "60") as server:
+        where = urlsplit(server.url)
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect((where.hostname, where.port))
+            for _ in range(40):
+                # Pipelined: the buffers of both sides are full long before the last answer.
+                _send(connection, server, {**CHAT, "stream": True, "max_completion_tokens": 4000})
+            _until(lambda: _sent(server) > 0, 5, "nothing runs")
+            time.sleep(
+                1
+            )  # nothing tells when the buffers are full; a server that still writes passes too
+            server.process.send_signal(signal.SIGINT)
+            _until(lambda: any("stopping:" in line for line in server.lines), 5, "not stopping")
+            server.process.send_signal(signal.SIGINT)
+            assert server.process.wait(10) == 0
+        assert not any("Traceback" in line for line in server.lines), "\n".join(server.lines)
 
 
 def test_a_port_in_use_is_said_in_words(capsys, tmp_path):

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rose.kernels import __main__ as kernels_program
 from rose.kernels import registry
+from rose.kernels.__main__ import main as kernels_main
 from rose.kernels.cases import BF16_OUT, EXACT, FLOAT32, Case, compare, poison
 from rose.kernels.check import (
     cases_module,
@@ -35,6 +37,25 @@ def outcome(function, *, operation="rms_norm", case=CASE, **details):
 
 def right(x_TD, weight_D, *, eps, residual_TD, out_TD):
     reference(x_TD, weight_D, eps=eps, residual_TD=residual_TD, out_TD=out_TD)
+
+
+def test_skipped_cases_are_counted_by_reason(capsys):
+    assert kernels_main(["check", "rms_norm", "--device", "cpu", "--only", "triton"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    *reasons, total = lines
+    assert sum(int(line.split()[1].rstrip(":")) for line in reasons) == int(
+        total.split(", ")[2].split()[0]
+    )
+    assert any("large case, left out on a CPU" in line for line in reasons)
+
+
+def test_ctrl_c_ends_a_check_with_one_word(monkeypatch, capsys):
+    def interrupted(*_arguments, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kernels_program, "check_all", interrupted)
+    assert kernels_main(["check"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_a_right_kernel_passes():

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from rose.config.cache import CacheConfig
-from rose.config.engine import EngineConfig
+from rose.config.engine import EngineConfig, KernelsConfig
 from rose.config.parallel import ParallelConfig
 from rose.config.scheduler import SchedulerConfig
 from rose.engine.engine import LLMEngine
@@ -16,7 +16,7 @@ from rose.protocol.request import Request
 from rose.protocol.sampling_params import SamplingParams
 from rose.runtime.load import find_architecture, load_model
 from rose.utils.device import CPU
-from rose.utils.errors import CheckpointError, ConfigError
+from rose.utils.errors import CheckpointError, ConfigError, ContractError
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +60,20 @@ def test_a_checkpoint_answers_through_the_engine(folder):
 def test_what_this_engine_cannot_do_is_refused_before_loading(folder, changes, reason):
     with pytest.raises(ConfigError, match=reason):
         load_model(_config(folder, **changes), CPU, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("only", "reason"),
+    [
+        ({"gemm": "no_such"}, "gemm=no_such: no such implementation; known: .*reference"),
+        ({"gem": "torch"}, "gem; known operations: .*gemm"),
+    ],
+)
+def test_unknown_kernels_are_refused_before_loading(folder, only, reason):
+    told = []
+    with pytest.raises(ContractError, match=reason):
+        load_model(_config(folder, kernels=KernelsConfig(only=only)), CPU, told.append)
+    assert not told
 
 
 @pytest.mark.parametrize(

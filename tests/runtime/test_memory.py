@@ -83,6 +83,13 @@ def test_weights_that_leave_nothing_are_refused_with_the_numbers_and_what_to_cha
         assert part in text
 
 
+def test_small_sizes_are_told_in_mib_and_what_was_not_measured_is_not_told():
+    lines = _plan(use=MemoryUse(weights=9_500_000), cache={"kv_tokens": 32768}).lines
+    assert lines[1].split() == ["weights", "9.06", "MiB"]
+    assert not any("workspace" in line for line in lines)
+    assert any("workspace" in line for line in _plan().lines)
+
+
 def test_a_context_that_was_not_asked_for_shrinks_to_what_fits_and_says_so():
     plan = _plan(cache={"kv_tokens": 32768})
     assert (plan.context_tokens, plan.num_pages) == (32768, {"full": 512, "window": 512})

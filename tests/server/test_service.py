@@ -137,15 +137,16 @@ def test_refusals_and_aborts_are_answered():
     asyncio.run(run())
 
 
-def test_a_stop_ends_running_requests_with_an_abort():
+def test_a_stop_tells_running_requests_that_the_engine_shuts_down():
     async def run():
         async with _service(SlowModel()) as service:
             await service.frontend.send(_request("a", [1], 400))
             await service.events_until(lambda e: isinstance(e, TokensEvent))
             assert await service.stop() == 0
             events = await service.events_until(_ends("a"))
-            assert [e.reason for e in events if _ends("a")(e)] == ["abort"]
+            assert [e.code for e in events if _ends("a")(e)] == ["shutting_down"]
             assert events[-1].detail == "stopped"
+            assert service.engine.table.num_used_pages == 0
 
     asyncio.run(run())
 
@@ -218,6 +219,6 @@ def test_requests_still_in_the_channel_are_refused_at_the_end():
             await asyncio.sleep(0.05)
             EngineService(service.engine, service.pair.engine).serve(lambda: True)
             events = await service.events_until(_ends("b"))
-        assert [e.code for e in events if isinstance(e, ErrorEvent)] == ["engine_failed"] * 2
+        assert [e.code for e in events if isinstance(e, ErrorEvent)] == ["shutting_down"] * 2
 
     asyncio.run(run())

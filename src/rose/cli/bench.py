@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from rose.cli.options import numbers
+from rose.cli.options import flags_in_errors, numbers
 
 SIZES = ("20b", "120b", "tiny")
 PATH = click.Path(path_type=Path, dir_okay=False)
@@ -66,6 +66,9 @@ _profile_option = click.option(
 
 
 def _engine(command: Any) -> Any:
+    from rose.config.engine import EngineConfig
+
+    command = flags_in_errors(EngineConfig)(command)
     return _add(command, (*_setup_options, *_record_options))
 
 

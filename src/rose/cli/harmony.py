@@ -6,6 +6,7 @@ object `{"error": {...}}`, the lines after it go on, and the exit code is 1 at t
 
 from __future__ import annotations
 
+import difflib
 import json
 import sys
 from collections.abc import Callable
@@ -117,9 +118,18 @@ def _read_tokens(line: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
         return tokenizer.encode_with_control(line["text"])
     tokens = line.get("tokens")
     token_ids = token_ids_of(tokens) if isinstance(tokens, list) else None
+    if token_ids is None and "tokens" not in line:
+        raise ValueError(_missing_tokens(list(line)))
     if token_ids is None:
         raise ValueError(f"tokens: found {tokens!r:.80}; allowed: a list of token ids")
     return token_ids
+
+
+def _missing_tokens(found: list[str]) -> str:
+    near = difflib.get_close_matches("tokens", found, n=1)
+    hint = f"did you mean tokens by {near[0]!r}? " if near else ""
+    keys = ", ".join(map(repr, found))[:80] or "nothing"
+    return f"tokens: {hint}it is missing; found {keys}; allowed: a list of token ids under tokens"
 
 
 def _with_stored_turn(line: dict[str, Any]) -> dict[str, Any]:

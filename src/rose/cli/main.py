@@ -17,11 +17,10 @@ from typing import NoReturn
 import click
 
 from rose.utils.errors import RoseError
+from rose.utils.extras import missing_package
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
-ENGINE_PACKAGES = ("torch", "numpy", "safetensors", "triton")
-"""What the base install leaves out."""
 SUGGESTION_LIKENESS = 0.55
 """Ratio of difflib above which a known name is offered; guessed."""
 
@@ -151,13 +150,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except (RoseError, FileNotFoundError, PermissionError, IsADirectoryError) as error:
         return _fail(str(error))
     except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in ENGINE_PACKAGES:
+        text = missing_package("this command", error)
+        if text is None:
             raise
-        return _fail(
-            f"this command needs {package}, which is not installed here; "
-            "install the engine's packages: pip install 'rose-engine[engine]'"
-        )
+        return _fail(text)
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         return EXIT_INTERRUPTED

@@ -2,24 +2,53 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import click
 
 from rose.config import cli as config_cli
+from rose.utils.errors import ConfigError, ContractError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Values = dict[config_cli.Path, Any]
 
 
 def tree_options(*roots: type, skip: frozenset[str] = frozenset()) -> Callable[[Command], Command]:
-    """Decorate a command with one option per leaf of the trees; `given_values` reads them back."""
+    """Decorate a command with one option per leaf of the trees; `given_values` reads them back.
+
+    Errors that name places in the trees leave the command with its flags beside them.
+    """
 
     def decorate(command: Command) -> Command:
+        command = flags_in_errors(*roots)(command)
         for option in reversed(config_cli.options(*roots, skip=skip)):
             command = click.option(*_declarations(option), **_settings(option))(command)
         return command
+
+    return decorate
+
+
+def flags_in_errors(*roots: type) -> Callable[[Command], Command]:
+    """Decorate a command so that its errors name what was typed (`--weights`) beside places in the trees.
+
+    Only flags that the command has: `rose bench` takes some of the engine's options under the same names.
+    """
+
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def run(*arguments: Any, **options: Any) -> Any:
+            try:
+                return command(*arguments, **options)
+            except (ConfigError, ContractError) as error:
+                context = click.get_current_context()
+                flags = {flag for p in context.command.params for flag in p.opts}
+                known = [o for o in config_cli.options(*roots) if o.flags[0] in flags]
+                text = config_cli.with_flags(str(error), known)
+                raise ConfigError(text.splitlines()) from error
+
+        return cast(Command, run)
 
     return decorate
 

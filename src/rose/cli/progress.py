@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -19,7 +20,9 @@ WORDS = {
 class Announcer:
     """Prints states to standard error; a callable of kind and text."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, worded: Callable[[str], str] = str) -> None:
+        self._worded = worded
+        """What an error says, in the words of the command line."""
         self._spinner: Any = None
         if sys.stderr.isatty():
             from rich.console import Console
@@ -29,7 +32,7 @@ class Announcer:
 
     def __call__(self, kind: str, text: str) -> None:
         """Show one state."""
-        line = f"{WORDS[kind]} {text}"
+        line = f"{WORDS[kind]} {self._worded(text) if kind == 'failed' else text}"
         if kind == "loading":
             # Without a terminal the engine's own log lines say the same.
             if self._spinner is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import importlib.util
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +17,12 @@ import msgspec
 from rose.cli.options import given_values, tree_options
 from rose.cli.processes import engine_process, private_folder
 from rose.cli.progress import Announcer
+from rose.config import cli as config_cli
 from rose.config.cli import build
 from rose.config.engine import EngineConfig
+from rose.config.model import ModelConfig
 from rose.frontend.config import FrontendConfig
-from rose.utils.errors import ConfigError
+from rose.utils.errors import ConfigError, RoseError
 from rose.utils.log import configure_logging
 
 EMBEDDED_MODEL = Path(__file__).parents[1] / "assets" / "tiny-gpt-oss"
@@ -77,6 +80,7 @@ def model_launch(
 
     folder = _model_folder(model)
     config = build(EngineConfig, {**engine_values, ("model",): str(folder)})
+    _check_names_and_sizes(config, folder)
     return Launch(
         command=lambda address, _: engine_command(config, address, log_level=log_level),
         model_folder=folder,
@@ -125,7 +129,8 @@ def run(launch: Launch, config: FrontendConfig) -> int:
 
     if launch.runs_model and launch.model_folder is not None:
         _check_engine_can_start(launch.model_folder)
-    announcer = Announcer()
+    options = config_cli.options(FrontendConfig, EngineConfig)
+    announcer = Announcer(worded=lambda text: config_cli.with_flags(text, options))
     try:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             return runner.run(_run(launch, config, announcer))
@@ -204,6 +209,44 @@ def _check_engine_can_start(folder: Path) -> None:
             f"model {str(folder)!r}: found no config.json there; needed: the folder of a gpt-oss checkpoint, with "
             "config.json and *.safetensors; check the path, or write a made-up one with rose synth"
         )
+
+
+def _check_names_and_sizes(config: EngineConfig, folder: Path) -> None:
+    """Refuse at once what the engine would refuse after it has loaded torch.
+
+    Raises  ConfigError with every problem
+    """
+    from rose.decoders.registry import find_decoder
+    from rose.kernels.registry import require_operations
+    from rose.runtime.limits import context_limit, require_one_device
+
+    model_config = _model_config(folder)
+    checks: list[Callable[[], object]] = [
+        lambda: require_one_device(config.parallel),
+        lambda: find_decoder(config.decoding.decoder),
+        lambda: require_operations(config.kernels.only),
+    ]
+    if model_config is not None:
+        checks.append(lambda: context_limit(config, model_config))
+    problems = []
+    for check in checks:
+        try:
+            check()
+        except RoseError as error:
+            problems += str(error).splitlines()
+    if problems:
+        raise ConfigError(problems)
+
+
+def _model_config(folder: Path) -> ModelConfig | None:
+    """Return the sizes that config.json tells; None where it is not plain to read, which the engine explains."""
+    from rose.models.registry import entry
+
+    try:
+        values = json.loads((folder / "config.json").read_text())
+        return entry(values["model_type"]).config.from_json(values)  # type: ignore[attr-defined]
+    except (RoseError, OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
 
 
 def _checked_level(level: str) -> str:

@@ -9,11 +9,12 @@ import ast
 import dataclasses
 import inspect
 import itertools
+import re
 import textwrap
 import types
 import typing
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -21,6 +22,8 @@ from rose.utils.errors import ConfigError
 
 Tree = TypeVar("Tree")
 Path = tuple[str, ...]
+_ADVICE = "change|raise|lower|or|and"
+"""Words before the name of a leaf where a message says what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +65,20 @@ def build(root: type[Tree], values: Mapping[Path, Any]) -> Tree:
     if problems:
         raise ConfigError(problems)
     return tree
+
+
+def with_flags(text: str, options: Iterable[Option]) -> str:
+    """Return a message about the tree with the flags that a person types: "change quant.weights" becomes
+    "change --weights (quant.weights)".
+
+    Only what a message tells to change is named so; "context_tokens=5" stays what was found.
+    """
+    for option in options:
+        dotted = ".".join(option.path)
+        place = "" if len(option.path) == 1 else f" ({dotted})"
+        pattern = rf"\b({_ADVICE}) {re.escape(dotted)}(?![\w=-]|\.\w)"
+        text = re.sub(pattern, rf"\1 {option.flags[0]}{place}", text)
+    return text
 
 
 def _build(node: type, prefix: Path, values: Mapping[Path, Any], problems: list[str]) -> Any:

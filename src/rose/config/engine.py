@@ -9,7 +9,8 @@ from rose.config.decoding import DecodingConfig
 from rose.config.parallel import ParallelConfig
 from rose.config.quant import QuantConfig
 from rose.config.scheduler import SchedulerConfig
-from rose.utils.device import DeviceFacts
+from rose.utils.device import DEVICES, DeviceFacts
+from rose.utils.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,19 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.device not in DEVICES:
+            problems.append(
+                f"device {self.device!r} is not known; allowed: {', '.join(DEVICES)}; change device"
+            )
+        if self.context_tokens is not None and self.context_tokens < 1:
+            problems.append(
+                f"context_tokens={self.context_tokens}; allowed: 1 or more; change context_tokens"
+            )
+        if problems:
+            raise ConfigError(problems)
 
     def resolve(self, device: DeviceFacts, *, checkpoint_format: str) -> EngineConfig:
         """Return the same tree with every `auto` decided; pure, so it is tested on any machine.

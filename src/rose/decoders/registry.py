@@ -1,23 +1,27 @@
-"""Decoder names -> how to build them over a runner."""
+"""Decoder names -> how to build them over a runner. Imports no torch, so that a command line can check names."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
 
 from rose.config.engine import EngineConfig
-from rose.decoders.base import Decoder
-from rose.decoders.plain import PlainDecoder
-from rose.runtime.runner import ModelRunner
-from rose.sampling.sampler import Sampler
 from rose.utils.errors import ConfigError
 
-DecoderBuilder = Callable[[EngineConfig, ModelRunner, Sampler, int], Decoder]
+if TYPE_CHECKING:
+    from rose.decoders.base import Decoder
+    from rose.runtime.runner import ModelRunner
+    from rose.sampling.sampler import Sampler
+
+DecoderBuilder: TypeAlias = "Callable[[EngineConfig, ModelRunner, Sampler, int], Decoder]"
 """(resolved configuration, runner, sampler, context tokens) -> decoder."""
 
 
 def _plain(
     config: EngineConfig, runner: ModelRunner, sampler: Sampler, context_tokens: int
 ) -> Decoder:
+    from rose.decoders.plain import PlainDecoder
+
     return PlainDecoder(
         runner,
         sampler,

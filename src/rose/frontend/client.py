@@ -13,7 +13,14 @@ from typing import Protocol, Self
 
 from rose.frontend.errors import RequestError
 from rose.protocol.codec import ProtocolError
-from rose.protocol.event import EngineStatus, ErrorEvent, FinishedEvent, FromEngine, TokensEvent
+from rose.protocol.event import (
+    EngineStatus,
+    ErrorCode,
+    ErrorEvent,
+    FinishedEvent,
+    FromEngine,
+    TokensEvent,
+)
 from rose.protocol.request import Abort, Request, StatusQuery, ToEngine
 from rose.utils.log import get_logger
 
@@ -61,7 +68,7 @@ class EngineClient:
 
     async def close(self) -> None:
         """End every open request with an error and close the channel."""
-        self.fail_open("the server is shutting down")
+        self.end_open()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, *self._sending, return_exceptions=True)
@@ -170,14 +177,16 @@ class EngineClient:
                 self.fail_open(problem)
             await asyncio.sleep(QUERY_SECONDS)
 
-    def fail_open(self, reason: str) -> None:
+    def end_open(self) -> None:
+        """End every open request because the server ends; its clients may ask again."""
+        self.fail_open("the server is shutting down; send the request again", "shutting_down")
+
+    def fail_open(self, reason: str, code: ErrorCode = "engine_failed") -> None:
         """End every open request with an error; the engine goes on until it is told."""
         for request_id, queue in list(self._queues.items()):
             self.forget(request_id)
             message = f"the answer was cut off: {reason}"
-            queue.put_nowait(
-                ErrorEvent(request_id=request_id, code="engine_failed", message=message)
-            )
+            queue.put_nowait(ErrorEvent(request_id=request_id, code=code, message=message))
 
 
 class Submission:

@@ -43,6 +43,7 @@ KINDS: dict[str, ErrorKind] = {
     "queue_full": ErrorKind(503, SERVER, retry_after_s=1),
     "engine_loading": ErrorKind(503, SERVER, retry_after_s=5),
     "engine_unavailable": ErrorKind(503, SERVER, retry_after_s=5),
+    "shutting_down": ErrorKind(503, SERVER, retry_after_s=5),
     "engine_failed": ErrorKind(500, SERVER),
     "internal_error": ErrorKind(500, SERVER),
 }

@@ -28,8 +28,11 @@ POLL_SECONDS = 0.05
 """How often the engine's state is looked at while it loads."""
 FAILED_PREFIX = "failed: "
 """How an engine that could not start begins the last `detail` of its status."""
-CLOSING_SECONDS = 2.0
-"""What uvicorn gets beyond shutdown_timeout_s to write the last events."""
+CLOSING_SECONDS = 1.0
+"""What answers that were cut off get to write their last event; a client that does not read is dropped then."""
+UVICORN_SECONDS = 5.0
+"""What uvicorn gets beyond that before it cancels handlers, which would print tracebacks. Never reached, unless a
+handler hangs."""
 
 Announce = Callable[[str, str], None]
 """Called with a kind (listening, loading, ready, stopping, failed) and a text for people."""
@@ -41,6 +44,15 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    def drop_connections(self) -> None:
+        """Close every connection without a farewell; handlers see a client that left and end quietly."""
+        for connection in list(self.server_state.connections):
+            transport = getattr(connection, "transport", None)
+            if transport is not None:
+                # Told before it happens: the loop would tell later, and a handler could write in between.
+                connection.connection_lost(None)
+                transport.abort()
 
 
 class Frontend:
@@ -73,7 +85,8 @@ class Frontend:
         )
         server = self._server(client)
         host, port = listener.getsockname()[:2]
-        self._announce("listening", f"http://{host}:{port}")
+        # The sockets' own words: 503 with engine_loading until the engine says that it is ready.
+        self._announce("listening", f"http://{host}:{port} (the model is loading)")
         followers = [asyncio.create_task(self._follow(client))]
         if engine_death is not None:
             followers.append(asyncio.create_task(self._watch(engine_death, client, server)))
@@ -92,7 +105,9 @@ class Frontend:
                 log_config=None,
                 access_log=False,
                 lifespan="on",
-                timeout_graceful_shutdown=int(self._config.shutdown_timeout_s + CLOSING_SECONDS),
+                timeout_graceful_shutdown=int(
+                    self._config.shutdown_timeout_s + CLOSING_SECONDS + UVICORN_SECONDS
+                ),
             )
         )
 
@@ -118,6 +133,7 @@ class Frontend:
         # Shielded: this task is cancelled at a normal end, the future belongs to who ends the engine.
         reason = await asyncio.shield(engine_death)
         if server.should_exit:
+            client.mark_dead(reason)  # who still waits for an answer waits in vain
             return
         self._exit_code = EXIT_ENGINE_DIED
         was_ready = client.is_ready
@@ -131,21 +147,28 @@ class Frontend:
             await asyncio.sleep(self._config.linger_s)
         server.should_exit = True
 
+    def _waiting_for(self, num_open: int) -> str:
+        if num_open == 0:
+            return "no answer is open"
+        answers = "1 answer" if num_open == 1 else f"{num_open} answers"
+        seconds = self._config.shutdown_timeout_s
+        return f"waiting for {answers} (at most {seconds:g} s), Ctrl-C again ends at once"
+
     @contextlib.contextmanager
     def _signals(self, client: EngineClient, server: _Server) -> Iterator[None]:
         loop = asyncio.get_running_loop()
 
+        def end_answers() -> None:
+            client.end_open()
+            loop.call_later(CLOSING_SECONDS, server.drop_connections)
+
         def on_signal() -> None:
             if server.should_exit:
-                server.force_exit = True
+                end_answers()
                 return
-            num_open = client.num_open
-            answers = "no answer is open" if num_open == 0 else f"open answers: {num_open}"
-            self._announce("stopping", answers)
+            self._announce("stopping", self._waiting_for(client.num_open))
             server.should_exit = True
-            loop.call_later(
-                self._config.shutdown_timeout_s, client.fail_open, "the server is shutting down"
-            )
+            loop.call_later(self._config.shutdown_timeout_s, end_answers)
 
         handled = (signal.SIGINT, signal.SIGTERM)
         for number in handled:

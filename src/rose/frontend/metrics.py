@@ -118,7 +118,22 @@ class Metrics:
 
     def render(self) -> bytes:
         """Return everything in Prometheus' text format."""
-        return generate_latest(self.registry)
+        return generate_latest(_WithoutCreated(self.registry))  # type: ignore[arg-type]
+
+
+class _WithoutCreated:
+    """A registry without the series that tell when each counter was made: noise that doubles the page.
+
+    The library can leave them out itself, but only for the whole process.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            metric.samples = [s for s in metric.samples if not s.name.endswith("_created")]
+            yield metric
 
 
 class TokenWatch:

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +20,9 @@ from rose.kernels.check import cases_module, check_all
 from rose.kernels.sanitize import TOOLS, sanitizer_command
 from rose.utils.device import detect
 from rose.utils.errors import RoseError
+
+EXIT_INTERRUPTED = 130
+"""128 and the number of SIGINT, as shells count."""
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m rose.kernels") -> int:
@@ -58,6 +62,9 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m rose.kerne
     except RoseError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)  # noqa: T201
+        return EXIT_INTERRUPTED
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -84,6 +91,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> int:
     counts = {"ok": 0, "failed": 0, "skipped": 0}
+    skipped: Counter[str] = Counter()
     if arguments.interpret:
         # Before any kernel file is imported: triton.jit decides there what it returns.
         os.environ["TRITON_INTERPRET"] = "1"
@@ -102,11 +110,15 @@ def _check(arguments: argparse.Namespace) -> int:
         if arguments.json:
             with arguments.json.open("a") as file:
                 file.write(json.dumps(asdict(outcome)) + "\n")
-        if outcome.status != "skipped":
+        if outcome.status == "skipped":
+            skipped[outcome.detail] += 1
+        else:
             _say(
                 f"{outcome.status:7} {outcome.operation}/{outcome.implementation} "
                 f"{outcome.case} {outcome.detail}"
             )
+    for reason, count in skipped.most_common():
+        _say(f"skipped {count}: {reason}")
     _say(", ".join(f"{n} {status}" for status, n in counts.items()))
     return 1 if counts["failed"] else 0
 

@@ -228,6 +228,26 @@ def require_operations(names: Iterable[str]) -> None:
         )
 
 
+def require_implementations(only: Mapping[str, str]) -> None:
+    """Refuse operations and implementations that do not exist, before anything slow begins.
+
+    Raises  ContractError listing every one and the known names, with those whose toolchain is not installed.
+    """
+    require_operations(only)
+    problems = []
+    for name, wanted in only.items():
+        known = [i.name for i in implementations(name)]
+        if wanted not in known:
+            absent = [f"{file} ({why})" for file, why in left_out(name)]
+            problems.append(
+                f"kernels.only {name}={wanted}: no such implementation; known: {', '.join(known)}"
+                + (f"; left out: {', '.join(absent)}" if absent else "")
+                + "; change kernels.only"
+            )
+    if problems:
+        raise ContractError("\n".join(problems))
+
+
 def load(name: str) -> Operation:
     """Import a kernel folder with every implementation whose toolchain is installed.
 

@@ -13,6 +13,7 @@ ErrorCode = Literal[
     "queue_full",
     "duplicate_request_id",
     "engine_failed",
+    "shutting_down",
 ]
 
 

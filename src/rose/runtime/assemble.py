@@ -59,7 +59,7 @@ def assemble(
         kernels=config.kernels,
     )
     runner = ModelRunner(model, tables, [])
-    use = MemoryUse()
+    use = MemoryUse(weights=model.weight_bytes)
     if device.kind == "cuda":
         report("measuring the memory of the largest step")
         use = _measure(runner, layout, config, context_tokens)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rose.config.engine import EngineConfig
+from rose.kernels.registry import require_implementations
 from rose.layers.build import LayerBuild
 from rose.models.base import CausalLM
 from rose.models.registry import ModelEntry, entry
@@ -22,7 +23,7 @@ def load_model(
     """Read the checkpoint that the configuration names.
 
     Returns  the model, and the configuration resolved for device and checkpoint
-    Raises   ConfigError, CheckpointError
+    Raises   ConfigError, ContractError, CheckpointError
     """
     folder = Path(config.model)
     model_entry = find_architecture(folder)
@@ -31,6 +32,7 @@ def load_model(
     resolved = config.resolve(device, checkpoint_format=weights.checkpoint_format(folder))
     require_one_device(resolved.parallel)
     context_limit(resolved, model_config)
+    require_implementations(resolved.kernels.only)
     report(f"loading weights of {folder}")
     parameters = weights.load(
         folder, model_config, resolved.quant, device=device.kind, progress=_progress(report)

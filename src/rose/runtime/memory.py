@@ -184,12 +184,16 @@ def _with_lines(
 ) -> MemoryPlan:
     use = plan.use
     lines = [
-        f"device      {device_bytes / GIB:8.2f} GiB",
-        f"weights     {use.weights / GIB:8.2f} GiB",
-        f"workspace   {use.workspace / GIB:8.2f} GiB",
-        f"graphs      {use.graphs / GIB:8.2f} GiB",
-        f"KV          {plan.kv_bytes / GIB:8.2f} GiB, {plan.kv_tokens} tokens",
+        f"device      {_size(device_bytes)}",
+        f"weights     {_size(use.weights)}",
+        f"KV          {_size(plan.kv_bytes)}, {plan.kv_tokens} tokens",
     ]
+    if use.workspace or use.graphs:
+        # Measured on CUDA; on a CPU nothing is known of them.
+        lines[2:2] = [
+            f"workspace   {_size(use.workspace)}",
+            f"graphs      {_size(use.graphs)}",
+        ]
     lines += [
         f"  {k.kind:<9} {plan.num_pages[k.kind]:8d} pages of {layout.page_tokens} tokens, "
         f"{k.page_bytes / (1 << 20):.3f} MiB each in {len(k.layers)} layers"
@@ -201,3 +205,10 @@ def _with_lines(
             "the KV cache is smaller"
         )
     return replace(plan, lines=tuple(lines))
+
+
+def _size(num_bytes: int) -> str:
+    """In GiB, or in MiB where that would show as nearly nothing."""
+    if num_bytes < GIB // 10:
+        return f"{num_bytes / (1 << 20):8.2f} MiB"
+    return f"{num_bytes / GIB:8.2f} GiB"

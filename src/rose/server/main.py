@@ -52,15 +52,22 @@ class Announcer:
             self._next = now + REPORT_SECONDS
             self.announce(detail)
 
-    def announce(self, detail: str, *, wait_seconds: float = 0.0) -> None:
-        """Log and send; where no frontend is there yet, wait so long for one."""
+    def announce(self, detail: str) -> None:
+        """Log and send."""
         _logger.info("%s", detail)
+        self.tell(detail)
+
+    def tell(self, detail: str, *, wait_seconds: float = 0.0) -> bool:
+        """Send, and return whether a frontend was there; where none is yet, wait so long for one."""
         status = EngineStatus(
             is_ready=False, model=self._model, context_tokens=0, vocab_size=0, detail=detail
         )
         end = time.monotonic() + wait_seconds
-        while not self._endpoint.send([status]) and time.monotonic() < end:
+        while not self._endpoint.send([status]):
+            if time.monotonic() >= end:
+                return False
             time.sleep(0.05)
+        return True
 
 
 class StopSignal:
@@ -108,10 +115,13 @@ def run(
         try:
             engine = build(announcer.report)
         except Exception as error:
-            announcer.announce(f"failed: {error}", wait_seconds=FAREWELL_SECONDS)
-            if isinstance(error, RoseError):
-                return 2
-            raise
+            is_told = announcer.tell(f"failed: {error}", wait_seconds=FAREWELL_SECONDS)
+            if not isinstance(error, RoseError):
+                raise
+            if not (is_told and stop_with_parent):
+                # Who supervises prints what it was told; nobody reads the same twice.
+                _logger.critical("%s", error)
+            return 2
         # What was built stays: collections need not look at it again, which takes tens of milliseconds.
         gc.collect()
         gc.freeze()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from rose.engine.engine import LLMEngine
 from rose.protocol.channel import EngineEndpoint
 from rose.protocol.codec import ProtocolError
-from rose.protocol.event import ErrorEvent, FromEngine
+from rose.protocol.event import ErrorCode, ErrorEvent, FromEngine
 from rose.protocol.request import Abort, Request, StatusQuery
 from rose.utils.log import get_logger
 
@@ -86,20 +86,24 @@ class EngineService:
         reason = f"{type(error).__name__}: {error}"
         text = f"the engine failed in a step ({reason}) and stops; send the request again"
         events: list[FromEngine] = [
-            _failure(request_id, text) for request_id in self.engine.running_ids()
+            _failure(request_id, text, "engine_failed") for request_id in self.engine.running_ids()
         ]
-        self._say_goodbye(events, text, f"failed: {reason}")
+        self._say_goodbye(events, text, "engine_failed", f"failed: {reason}")
 
     def _abort_all(self) -> None:
         events: list[FromEngine] = []
-        for request_id in self.engine.running_ids():
-            events += self.engine.abort(request_id)
         text = (
             "the engine is being stopped and takes no more requests; send the request again later"
         )
-        self._say_goodbye(events, text, "stopped")
+        for request_id in self.engine.running_ids():
+            # Not the abort that it makes: nobody asked for one, and the client is to know why it is cut off.
+            self.engine.abort(request_id)
+            events.append(_failure(request_id, text, "shutting_down"))
+        self._say_goodbye(events, text, "shutting_down", "stopped")
 
-    def _say_goodbye(self, events: list[FromEngine], text: str, detail: str) -> None:
+    def _say_goodbye(
+        self, events: list[FromEngine], text: str, code: ErrorCode, detail: str
+    ) -> None:
         """Send last events, refuse the requests that are still in the channel, and say what happened."""
         for _ in range(MESSAGES_PER_STEP):
             try:
@@ -109,12 +113,12 @@ class EngineService:
             if message is None:
                 break
             if isinstance(message, Request):
-                events.append(_failure(message.request_id, text))
+                events.append(_failure(message.request_id, text, code))
         self.endpoint.send([*events, self.engine.status(detail, is_ready=False)])
 
     def _num_open(self) -> int:
         return len(self.engine.running_ids())
 
 
-def _failure(request_id: str, text: str) -> ErrorEvent:
-    return ErrorEvent(request_id=request_id, code="engine_failed", message=text)
+def _failure(request_id: str, text: str, code: ErrorCode) -> ErrorEvent:
+    return ErrorEvent(request_id=request_id, code=code, message=text)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from rose.utils.errors import ConfigError
 
+DEVICES = ("auto", "cpu", "cuda")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFacts:
@@ -42,9 +44,9 @@ def detect(device: str = "auto") -> DeviceFacts:
     """
     import torch
 
-    if device not in ("auto", "cpu", "cuda"):
+    if device not in DEVICES:
         raise ConfigError(
-            f"device {device!r} is not known; allowed: auto, cpu, cuda; change --device"
+            f"device {device!r} is not known; allowed: {', '.join(DEVICES)}; change --device"
         )
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         page_bytes, num_pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
