@@ -15,8 +15,10 @@ from pathlib import Path
 import english
 import numpy as np
 
+from rose.eval.examples import is_held_out
 from rose.eval.rendering import Documents
 from rose.eval.tasks import draw_for_training, draw_long_for_training
+from rose.eval.text_tasks import notes_of, recalled
 from rose.frontend.tokenizer import FolderTokenizer
 
 ENGLISH_SHARE = 0.04
@@ -24,6 +26,8 @@ ENGLISH_SHARE = 0.04
 ENGLISH_CHARACTERS = 1600
 FITTING_TRIES = 4
 """Conversations drawn for the end of a row before English fills it."""
+
+MOST_FOLLOW_UPS = 12
 
 
 @dataclass(frozen=True)
@@ -50,33 +54,60 @@ class Text:
         text = english.draw(self.passages, source, ENGLISH_CHARACTERS)
         return [*self.tokenizer.encode(text), self.end_of_text]
 
-    def _next(self, room: int, is_long: bool, source: random.Random) -> tuple[list[int], int]:
-        """Return a document for the room that is left, and its first learnt token; English may pass the end."""
+    def _next(self, room: int, is_long: bool, source: random.Random) -> tuple[list[int], list[int]]:
+        """Return a document for the room that is left, and what of it is learnt; English may pass the end."""
         if is_long:
-            return self.documents.whole(draw_long_for_training(source))
+            return self._long(room, source)
         if source.random() >= ENGLISH_SHARE:
             for _ in range(FITTING_TRIES):
                 token_ids, first = self.documents.whole(draw_for_training(source))
                 if len(token_ids) <= room:
-                    return token_ids, first
-        return self.english(source), 1
+                    return token_ids, _learnt_from(first, token_ids)
+        token_ids = self.english(source)
+        return token_ids, _learnt_from(1, token_ids)
+
+    def _long(self, room: int, source: random.Random) -> tuple[list[int], list[int]]:
+        """Return notes and a far question, and more questions on the same notes while there is room.
+
+        One answer of 40 tokens would be all that 4,000 teach.
+        """
+        example = draw_long_for_training(source)
+        token_ids, first = self.documents.whole(example)
+        learnt = _learnt_from(first, token_ids)
+        tokens = self.documents.renderer.tokens
+        for name, text in source.sample(notes_of(example), MOST_FOLLOW_UPS):
+            more = recalled(name, text, task="long_copy", effort=example.effort)
+            if is_held_out(more.key):
+                continue
+            asked, first = self.documents.follow_up(more)
+            if len(token_ids) + len(asked) > room:
+                break
+            # In a conversation that goes on, the answer before ends its message and not the turn.
+            token_ids[-1] = tokens.end
+            learnt[-1] = 0
+            token_ids += asked
+            learnt += _learnt_from(first, asked)
+        return token_ids, learnt
 
     def row(self, kind: str, length: int, source: random.Random) -> list[np.ndarray]:
         """Return tokens, positions, docs and is_learnt of one row."""
         columns: list[list[int]] = [[], [], [], []]
         number, is_long_due = 0, kind == "long"
         while len(columns[0]) < length:
-            token_ids, first = self._next(length - len(columns[0]), is_long_due, source)
+            token_ids, learnt = self._next(length - len(columns[0]), is_long_due, source)
             is_long_due = False
             token_ids = token_ids[: length - len(columns[0])]
             count = len(token_ids)
-            learnt = [int(i >= first) for i in range(count)]
             for column, more in zip(
-                columns, (token_ids, range(count), [number] * count, learnt), strict=True
+                columns, (token_ids, range(count), [number] * count, learnt[:count]), strict=True
             ):
                 column.extend(more)
             number += 1
         return [np.array(column, dtype=np.int32) for column in columns]
+
+
+def _learnt_from(first: int, token_ids: list[int]) -> list[int]:
+    return [int(i >= first) for i in range(len(token_ids))]
 
 
 @functools.cache

@@ -214,6 +214,17 @@ def test_long_rows_ask_for_what_stands_more_than_2000_tokens_back():
         assert first - (at + len(note)) > 2000
 
 
+def test_a_long_row_asks_about_its_notes_more_than_once():
+    batch = packing.batch(TOKENIZER, "long", (1, 4096), "x")
+    text = packing._text(TOKENIZER)
+    first_document = batch.docs[0] == 0
+    learnt = first_document & (batch.is_learnt[0] > 0)
+    shown = b"".join(text.tokenizer.token_bytes(int(t)) for t in batch.tokens[0][learnt])
+    assert shown.count(b"<|channel|>final<|message|>") >= 3
+    assert shown.count(b"<|return|>") == 1, "only the last answer ends the turn"
+    assert b"Repeat the note" not in shown
+
+
 def test_digits_and_capitals_are_tokens_of_their_own():
     tokenizer = FolderTokenizer(TOKENIZER)
     assert [tokenizer.token_bytes(t) for t in tokenizer.encode("12 AB")] == [

@@ -34,6 +34,12 @@ class Documents:
         assert token_ids[:first] == self._begin, "the prompt ends where the answer begins"
         return token_ids[first:]
 
+    def follow_up(self, example: Example) -> tuple[list[int], int]:
+        """Return the last message of a question and its answer, to be put after another conversation."""
+        text = example.messages[-1]["content"]
+        asked = self.renderer.render_message(Message(role="user", content=(text,)))
+        return asked + self._begin + self.answer(example), len(asked) + len(self._begin)
+
     def whole(self, example: Example) -> tuple[list[int], int]:
         """Return prompt and answer, and the length of the prompt."""
         prompt = self.formatter.encode(example.body).token_ids

@@ -169,14 +169,12 @@ def _notes(source: random.Random, num_words: int) -> list[tuple[str, str]]:
     return notes
 
 
-def _recall(source: random.Random, task: str, num_words: int, early: float) -> Example:
-    notes, effort = _notes(source, num_words), source.choice(EFFORTS)
-    name, text = notes[source.randrange(max(1, int(len(notes) * early)))]
-    shown = "\n".join(f"{n}: {t}" for n, t in notes)
+def recalled(name: str, text: str, *, task: str, effort: str, notes: str = "") -> Example:
+    """Ask for one note; `notes` stand before the question, or came earlier."""
     return Example(
         task=task,
         key=f"recall {name} {text}",
-        messages=[user(f"Here are notes.\n{shown}\n\nRepeat the note {name} exactly.")],
+        messages=[user(f"{notes}Repeat the note {name} exactly.")],
         reasoning=by_effort(
             effort,
             f"{name}.",
@@ -186,6 +184,20 @@ def _recall(source: random.Random, task: str, num_words: int, early: float) -> E
         content=text,
         effort=effort,
     )
+
+
+def notes_of(example: Example) -> list[tuple[str, str]]:
+    """Return name and text of the notes that stand in a question."""
+    lines = example.messages[0]["content"].split("\n\n")[0].splitlines()[1:]
+    return [(name, text) for name, _, text in (line.partition(": ") for line in lines)]
+
+
+def _recall(source: random.Random, task: str, num_words: int, early: float) -> Example:
+    notes, effort = _notes(source, num_words), source.choice(EFFORTS)
+    name, text = notes[source.randrange(max(1, int(len(notes) * early)))]
+    shown = "\n".join(f"{n}: {t}" for n, t in notes)
+    before = f"Here are notes.\n{shown}\n\n"
+    return recalled(name, text, task=task, effort=effort, notes=before)
 
 
 def long_copy(source: random.Random) -> Example:
