@@ -20,7 +20,7 @@ from rose.cache.layout import CacheLayout
 from rose.cache.table import PageTable
 from rose.config.cache import CacheConfig
 from rose.config.scheduler import SchedulerConfig
-from rose.decoders.results import ResultRing
+from rose.decoders.results import ResultRing, Sampled
 from rose.engine.engine import EngineLimits, LLMEngine
 from rose.engine.scheduler import Scheduler
 from rose.models.gpt_oss.config import published
@@ -39,14 +39,14 @@ class NullDecoder:
     def __init__(self, tables: DeviceTables, num_slots: int) -> None:
         self._tables = tables
         self._results = ResultRing(num_slots, tables.device)
-        self._tokens_S = torch.ones(num_slots, dtype=torch.int64)
+        self._sampled = Sampled(torch.ones(num_slots, dtype=torch.int64), None)
 
     def launch(self, plan):
         if plan.prefill:
             self._tables.mixed_inputs(plan, [])
         else:
             self._tables.send_decode(plan, len(plan.decode))
-        return self._results.send(plan.step, plan.sample_slots, self._tokens_S)
+        return self._results.send(plan.step, plan.sample_slots, self._sampled, {})
 
     def collect(self, handle):
         return self._results.receive(handle)

@@ -60,6 +60,10 @@ class PagePool:
         """Return the page that holds what the key stands for."""
         return self._pages.get(key)
 
+    def find_all(self, keys: list[bytes]) -> list[int]:
+        """Return the pages of keys that `find` knows."""
+        return [self._pages[key] for key in keys]
+
     def is_idle(self, page: int) -> bool:
         """Whether nobody holds the page: `hold` would take it from those that `allocate` can give."""
         return not self._holders[page]

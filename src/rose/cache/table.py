@@ -121,17 +121,14 @@ class PageTable:
             for kind, pool in self._kinds:
                 if kind.window_tokens is not None:
                     count = self._whole_window(kind, pool, names, count)
-        columns = tuple(
-            tuple(
-                page if c >= kind.first_needed_column(count * self._page_tokens) else -1
-                for c, page in enumerate(map(pool.find, names[:count]))
-            )
-            for kind, pool in self._kinds
-        )
+        columns = []
+        for kind, pool in self._kinds:
+            first = min(count, kind.first_needed_column(count * self._page_tokens))
+            columns.append((-1,) * first + tuple(pool.find_all(names[first:count])))
         return Hit(
             num_columns=count,
             num_tokens=count * self._page_tokens,
-            columns=columns,
+            columns=tuple(columns),
             num_known_columns=known,
         )
 
