@@ -13,7 +13,13 @@ from rose.bench.profile import KernelTime, text
 from rose.bench.progress import BenchProgress
 from rose.bench.record import Origin, percentile
 from rose.bench.session import Session
-from rose.bench.sweep import PromptSource, decode_milliseconds, decode_tokens, prefill_seconds
+from rose.bench.sweep import (
+    PromptSource,
+    cached_decode_milliseconds,
+    decode_milliseconds,
+    decode_tokens,
+    prefill_seconds,
+)
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +85,46 @@ def test_no_sequence_ends_before_the_timed_steps_do(session, monkeypatch):
     assert all(s > 0 for s in samples)
     assert not session.engine.has_work
     assert session.engine.table.num_used_pages == 0
+
+
+def test_decode_is_the_difference_of_97_tokens_and_one_with_the_prompts_cached(
+    session, monkeypatch
+):
+    engine, steps = session.engine, [0]
+    step = engine.step
+
+    def counted():
+        steps[0] += 1
+        return step()
+
+    monkeypatch.setattr(engine, "step", counted)
+    monkeypatch.setattr(sweep.time, "perf_counter", lambda: float(steps[0]))
+    before = engine.counters.num_prompt_tokens
+    samples = cached_decode_milliseconds(engine, session.prompts, 4, 200)
+    # With a clock that counts steps: 97 less 1, of 96; a thousand "milliseconds" each.
+    assert samples == [1000.0] * sweep.CACHED_REPEATS
+    # Each prompt is computed once, then 8 of its 200 tokens in each of two runs per sample.
+    computed = engine.counters.num_prompt_tokens - before
+    assert computed == 4 * (200 + 2 * sweep.CACHED_REPEATS * 8)
+    assert not engine.has_work
+
+
+def test_a_decode_line_says_how_it_was_timed(session, monkeypatch):
+    monkeypatch.setattr(session, "profile", None)
+    session.decode(2, 100)
+    line = json.loads(session.path.read_text().splitlines()[-1])
+    assert line["timed"] == "(t97 - t1) / 96, prompts cached"
+    assert line["num_samples"] == sweep.CACHED_REPEATS
+    monkeypatch.setattr(session.engine.table, "is_caching", False)
+    session.decode(2, 100)
+    line = json.loads(session.path.read_text().splitlines()[-1])
+    assert line["timed"] == "96 steps after prefill"
+
+
+def test_prompts_that_are_not_in_the_cache_are_not_timed_as_if_they_were(session, monkeypatch):
+    monkeypatch.setattr(session.engine.table, "is_caching", False)
+    with pytest.raises(RuntimeError, match="found 0 of them in the prefix cache, 192 were to be"):
+        cached_decode_milliseconds(session.engine, session.prompts, 2, 200)
 
 
 def test_prompts_never_share_a_beginning():

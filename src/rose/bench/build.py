@@ -46,6 +46,7 @@ def setup(
     seed: int = 0,
     layers: int | None = None,
     kv_tokens: int | None = None,
+    prefix_cache: bool = True,
     max_step_tokens: int = 16384,
     max_mixed_tokens: int = 4096,
     graphs: bool = True,
@@ -64,7 +65,7 @@ def setup(
         device=device,
         use_graphs=graphs,
         quant=QuantConfig(weights=weights),
-        cache=CacheConfig(kv_tokens=kv_tokens),
+        cache=CacheConfig(kv_tokens=kv_tokens, prefix_cache=prefix_cache),
         scheduler=SchedulerConfig(
             max_step_tokens=max_step_tokens, max_mixed_tokens=max_mixed_tokens
         ),

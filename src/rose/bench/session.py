@@ -19,6 +19,7 @@ from rose.bench.progress import BenchProgress
 from rose.bench.record import Origin, append
 from rose.bench.sweep import (
     PromptSource,
+    cached_decode_milliseconds,
     decode_milliseconds,
     decode_tokens,
     drain,
@@ -133,7 +134,9 @@ class Session:
         if not self.fits(cell, sequences=batch, tokens=tokens):
             return
         self.progress.now(cell)
-        samples = decode_milliseconds(self.engine, self.prompts, batch, context)
+        is_cached = self.engine.table.is_caching
+        time_cell = cached_decode_milliseconds if is_cached else decode_milliseconds
+        samples = time_cell(self.engine, self.prompts, batch, context)
         if self.profile is not None:
             self.progress.now(f"{cell}: profile")
             trace: AbstractContextManager[None] = traced(self.profile, f"decode-{batch}x{context}")
@@ -141,7 +144,14 @@ class Session:
                 self.engine, self.prompts, batch, context, steps=PROFILED_STEPS, trace=trace
             )
         experts = self.distinct_experts(batch)
-        self.record("decode", samples, batch=batch, context=context, distinct_experts=experts)
+        self.record(
+            "decode",
+            samples,
+            batch=batch,
+            context=context,
+            timed="(t97 - t1) / 96, prompts cached" if is_cached else "96 steps after prefill",
+            distinct_experts=experts,
+        )
 
     def _distinct_experts(self, tokens: int) -> float:
         """Return the mean number of experts that so many random tokens, each of its own sequence, hit in a layer."""

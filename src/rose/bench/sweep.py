@@ -1,7 +1,9 @@
 """Latency of prefill and decode, measured through the public engine: token ids on the host at both ends.
 
-Prefill: from `add` of a prompt never seen before to its first token. Decode: the batch is prefilled for real,
-then steps are timed from the moment every sequence has its first token; 96 steps, each giving one token to
+Prefill: from `add` of a prompt never seen before to its first token. Decode, with the prefix cache on: all prompts
+are in the cache, and (t(97 tokens) - t(1 token)) / 96 is a step, where t is from the first `add` to the last token of
+the last sequence; the definition of the engine that rose is compared with. Without the cache: the batch is prefilled
+for real, then 96 steps are timed from the moment every sequence has its first token. Each step gives one token to
 every sequence, sampled at temperature 1 so that the sequences differ.
 """
 
@@ -12,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from rose.engine.engine import LLMEngine
@@ -21,6 +24,8 @@ from rose.protocol.sampling_params import SamplingParams
 from rose.utils.math import ceil_div
 
 DECODE_STEPS = 96
+CACHED_REPEATS = 4
+"""Differences taken of each cell that is timed with its prompts in the cache."""
 SETTLING_STEPS = 4
 """Steps after the last prefill that are not timed: the pipeline settles."""
 
@@ -88,6 +93,58 @@ def decode_tokens(engine: LLMEngine, batch: int, context: int) -> int:
     chunk = max(1, engine.scheduler.config.max_mixed_tokens - batch)
     steps = batch * (ceil_div(context, chunk) + 1)
     return context + steps + DECODE_STEPS + 2 * SETTLING_STEPS
+
+
+def cached_decode_milliseconds(
+    engine: LLMEngine, prompts: PromptSource, batch: int, context: int
+) -> list[float]:
+    """Return (t(97 tokens) - t(1 token)) / 96 some times over, with all prompts in the prefix cache.
+
+    Raises  RuntimeError where a prompt was not found in the cache, or a sequence was preempted
+    """
+    drain(engine)
+    requests = [prompts.request(context, 1) for _ in range(batch)]
+    page_tokens = engine.table.layout.page_tokens
+    cached = (context - 1) // page_tokens * page_tokens
+    preemptions = engine.scheduler.num_preemptions
+    _generation_seconds(engine, requests, 1, least_cached=0)
+    samples = []
+    for _ in range(CACHED_REPEATS):
+        short = _generation_seconds(engine, requests, 1, least_cached=cached)
+        long = _generation_seconds(engine, requests, DECODE_STEPS + 1, least_cached=cached)
+        samples.append((long - short) * 1e3 / DECODE_STEPS)
+    if engine.scheduler.num_preemptions != preemptions:
+        raise RuntimeError(
+            f"a sequence of {batch} x {context} was preempted; the KV cache is too small"
+        )
+    return samples
+
+
+def _generation_seconds(
+    engine: LLMEngine, requests: list[Request], max_tokens: int, *, least_cached: int
+) -> float:
+    """Return seconds from the first `add` to the last token of the last request."""
+    requests = [msgspec.structs.replace(r, max_tokens=max_tokens) for r in requests]
+    found = dict.fromkeys((r.request_id for r in requests), 0)
+    num_open = len(requests)
+    begin = end = time.perf_counter()
+    for request in requests:
+        engine.add(request)
+    for event in _events(engine):
+        if isinstance(event, TokensEvent):
+            found[event.request_id] += event.num_cached_tokens
+            continue
+        num_open -= 1
+        if not num_open:
+            end = time.perf_counter()
+    if num_open:
+        raise RuntimeError(f"{num_open} of {len(requests)} requests did not end")
+    if min(found.values()) < least_cached:
+        raise RuntimeError(
+            f"a prompt of {len(requests[0].prompt_token_ids)} tokens found {min(found.values())} of them in the "
+            f"prefix cache, {least_cached} were to be there; it is off (cache.prefix_cache) or too small"
+        )
+    return end - begin
 
 
 def decode_milliseconds(

@@ -57,6 +57,8 @@ _setup_options = (
     _number("--max-step-tokens", 16384, "New tokens of all sequences in one step."),
     _number("--max-mixed-tokens", 4096, "The same while some sequences decode."),
     click.option("--graphs/--no-graphs", default=True, help="Replay decode steps from CUDA graphs."),
+    click.option("--prefix-cache/--no-prefix-cache", default=True,
+                 help="Time decode with its prompts in the prefix cache; or prefill them for real."),
 )  # fmt: skip
 _profile_option = click.option(
     "--profile",
