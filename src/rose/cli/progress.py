@@ -20,11 +20,12 @@ WORDS = {
 class Announcer:
     """Prints states to standard error; a callable of kind and text."""
 
-    def __init__(self, *, worded: Callable[[str], str] = str) -> None:
+    def __init__(self, *, worded: Callable[[str], str] = str, is_moving: bool = True) -> None:
         self._worded = worded
         """What an error says, in the words of the command line."""
         self._spinner: Any = None
-        if sys.stderr.isatty():
+        # Another process that logs to the same terminal would write into the moving line.
+        if is_moving and sys.stderr.isatty():
             from rich.console import Console
 
             self._spinner = Console(stderr=True).status("starting the engine")

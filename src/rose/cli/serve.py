@@ -38,6 +38,8 @@ class Launch:
     model_folder: Path | None
     """Where the tokenizer is; None: the published vocabulary."""
     model_names: tuple[str, ...]
+    logs_progress: bool = False
+    """The engine's own log lines say what it does while it starts."""
     runs_model: bool = False
     """The engine needs torch, and a checkpoint in `model_folder`."""
 
@@ -85,6 +87,7 @@ def model_launch(
         command=lambda address, _: engine_command(config, address, log_level=log_level),
         model_folder=folder,
         model_names=frontend.served_model_name or (folder.resolve().name,),
+        logs_progress=log_level in ("DEBUG", "INFO"),
         runs_model=True,
     )
 
@@ -130,7 +133,9 @@ def run(launch: Launch, config: FrontendConfig) -> int:
     if launch.runs_model and launch.model_folder is not None:
         _check_engine_can_start(launch.model_folder)
     options = config_cli.options(FrontendConfig, EngineConfig)
-    announcer = Announcer(worded=lambda text: config_cli.with_flags(text, options))
+    announcer = Announcer(
+        worded=lambda text: config_cli.with_flags(text, options), is_moving=not launch.logs_progress
+    )
     try:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             return runner.run(_run(launch, config, announcer))
