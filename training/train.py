@@ -19,15 +19,15 @@ from export import export
 from packing import Batch, Plan, Source
 from sizes import active_parameters, model_config
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, embedding
 from trainable import MtpHead, Tools, TrainableGptOss, compiled
 
 from rose.eval.rendering import Documents
 from rose.eval.tasks import ASKED, held_out_set
 from rose.frontend.tokenizer import FolderTokenizer
 
-SHARES = {"model": 0.74, "mtp": 0.10, "draft": 0.16}
-"""Of the minutes."""
+SHARES = {"model": 0.68, "mtp": 0.12, "draft": 0.20}
+"""Of the minutes; the small parts compile kernels of their own too."""
 TIMED_STEPS, SKIPPED_STEPS = 40, 20
 """Steps that set the rate, after those in which kernels are compiled and first used."""
 SAVE_SECONDS = 60
@@ -192,7 +192,7 @@ class ModelPart(Part):
         model.is_rounded = done >= ROUNDED_FROM
         rows = model.rows(batch.positions, batch.docs)
         hidden, penalty = model(batch.tokens, rows)
-        logits = model.logits(hidden.flatten(0, 1)[batch.places])
+        logits = model.logits(hidden.flatten(0, 1).index_select(0, batch.places))
         return mean_loss(logits, batch.next_one), BALANCE * penalty
 
 
@@ -210,42 +210,46 @@ class MtpPart(Part):
         rows = model.rows(batch.positions, batch.docs)
         with torch.no_grad():
             hidden, _ = model(batch.tokens, rows)
-            embedded = model.embed_tokens[batch.all_tokens[:, 1:]]
+            embedded = embedding(batch.all_tokens[:, 1:], model.embed_tokens)
         x = self.module(hidden, embedded, rows, model.tools)
-        logits = model.logits(x.flatten(0, 1)[batch.places_of_two])
+        logits = model.logits(x.flatten(0, 1).index_select(0, batch.places_of_two))
         return mean_loss(logits, batch.next_two), logits.new_zeros(())
 
 
-def choose_attention(device: str, wanted: str) -> str:
+def choose_attention(device: str, wanted: str, shape: tuple[int, int]) -> str:
     """Return flex or plain; `auto` tries flex against plain on this device and says what it found."""
     if wanted != "auto":
         return wanted
     if device == "cpu":
         return "plain"
     try:
-        error = attention_difference(device)
+        error = attention_difference(device, shape)
     except Exception as problem:  # noqa: BLE001 - whatever the compiler raises, plain attention works
         print(json.dumps({"attention": "plain", "flex_failed": str(problem)[:500]}), flush=True)
         return "plain"
-    # bf16 outputs of about 1 carry 2^-8; twice that over the sum of many keys.
-    chosen = "flex" if error < 0.03 else "plain"
+    # bf16 leaves about 1 % in gradients that are sums of many terms; a wrong mask or sink leaves half of everything.
+    chosen = "flex" if error < 0.1 else "plain"
     print(json.dumps({"attention": chosen, "flex_error": error}), flush=True)
     return chosen
 
 
-def attention_difference(device: str) -> float:
-    """Return the largest difference of outputs and gradients, flex compiled in bf16 against plain in float32."""
+def attention_difference(device: str, shape: tuple[int, int]) -> float:
+    """Return the largest relative difference of outputs and gradients, flex compiled in bf16 against plain float32.
+
+    `shape`: rows and tokens as in training, so that what is compiled here serves there.
+    """
     from trainable import attend_flex, attend_plain, block_mask
 
     tools = compiled("flex")
     generator = torch.Generator(device).manual_seed(1)
     worst = 0.0
     for window in (128, None):
-        shapes = [(2, 8, 1024, 64), (2, 2, 1024, 64), (2, 2, 1024, 64), (8,)]
+        rows, tokens = shape
+        shapes = [*((rows, heads, tokens, 64) for heads in (8, 2, 2)), (8,)]
         exact = [
             torch.randn(s, generator=generator, device=device).requires_grad_() for s in shapes
         ]
-        docs = (torch.arange(1024, device=device) // 300).expand(2, -1).contiguous()
+        docs = (torch.arange(tokens, device=device) // 300).int().expand(rows, -1).contiguous()
         rough = [x.detach().bfloat16().requires_grad_() for x in exact[:3]]
         rough.append(exact[3].detach().requires_grad_())
         a = attend_plain(*exact, docs, window)
@@ -319,7 +323,7 @@ def main(words: list[str] | None = None) -> None:
     torch.set_float32_matmul_precision("high")
     tools = Tools()
     if not arguments.no_compile and device != "cpu":
-        tools = compiled(choose_attention(device, arguments.attention))
+        tools = compiled(choose_attention(device, arguments.attention, tuple(arguments.short)))
     path = arguments.tokenizer.resolve()
     plan = Plan(path, arguments.seed, tuple(arguments.short), tuple(arguments.long))
     settings = Settings(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import embedding, linear
 
 from rose.layers.rotary import Yarn
 from rose.models.gpt_oss.config import GptOssConfig
@@ -261,7 +261,7 @@ class TrainableGptOss(nn.Module):
 
     def forward(self, tokens: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """Return hidden states after the final norm [B, T, D] and the penalty of the routers."""
-        x = self.embed_tokens[tokens]
+        x = embedding(tokens, self.embed_tokens)
         penalty = x.new_zeros(())
         for layer in self.layers:
             x, more = layer(x, rows, self.tools, self.is_rounded)
