@@ -155,6 +155,25 @@ def _gauge(server, name):
     return float(text.split(f"\n{name} ")[1].split("\n")[0])
 
 
+def test_a_prompt_that_comes_again_is_found_and_answered_alike(server):
+    ask = {"messages": [{"role": "user", "content": "again " * 150}], "temperature": 0}
+    first, second = (_chat(server, **ask, cache_salt="a") for _ in range(2))
+    other = _chat(server, **ask, cache_salt="b")
+    cached = [a["usage"]["prompt_tokens_details"]["cached_tokens"] for a in (first, second, other)]
+    whole_pages = (first["usage"]["prompt_tokens"] - 1) // 64 * 64
+    assert cached == [0, whole_pages, 0]
+    assert whole_pages > 64
+    assert _said(first) == _said(second) == _said(other)
+    begin = time.monotonic()
+    while _gauge(server, "rose_engine_cached_tokens_total") < whole_pages:
+        assert time.monotonic() - begin < 3.0  # the state is told once a second
+        time.sleep(0.05)
+    assert _gauge(server, "rose_kv_pages_idle") > 0
+    refused = server.http.post("/v1/chat/completions", json={**CHAT, "cache_salt": "x" * 257})
+    assert refused.status_code == 400
+    assert "cache_salt has 257 characters" in refused.json()["error"]["message"]
+
+
 def test_a_client_that_leaves_gives_its_pages_back(server):
     body = {**CHAT, "stream": True, "max_tokens": 400}
     with server.http.stream("POST", "/v1/chat/completions", json=body) as response:

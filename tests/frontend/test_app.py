@@ -250,6 +250,16 @@ def test_sampling_and_limits_reach_the_engine(lab):
     lab.run(scenario)
 
 
+def test_a_cache_salt_reaches_the_engine(lab):
+    async def scenario():
+        async with lab.serving(_answer(lab)) as server:
+            await server.chat(cache_salt="tenant")
+            await server.chat()
+            assert [r.cache_salt for r in server.engine.requests] == ["tenant", ""]
+
+    lab.run(scenario)
+
+
 def test_the_day_is_part_of_the_conversation(lab):
     async def scenario():
         config = FrontendConfig(conversation_date="2025-08-05")

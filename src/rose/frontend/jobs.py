@@ -209,6 +209,7 @@ def _add_requests(
                     request, run.index, vocab_size=status.vocab_size, logprobs=logprobs
                 ),
                 stop_token_ids=[] if request.ignore_eos else prompt.stop_token_ids,
+                cache_salt=request.cache_salt or "",
             )
         )
 

@@ -175,6 +175,10 @@ class _EngineCollector:
             "rose_requests_waiting": ("Requests in the engine's queue", status.num_waiting),
             "rose_kv_pages_used": ("KV pages in use", status.kv_pages_used),
             "rose_kv_pages_total": ("KV pages there are", status.kv_pages_total),
+            "rose_kv_pages_idle": (
+                "KV pages that no sequence uses and the prefix cache still finds",
+                status.kv_pages_idle,
+            ),
             "rose_kv_cache_usage_ratio": (
                 "Share of the KV pages in use",
                 status.kv_pages_used / max(1, status.kv_pages_total),
@@ -183,6 +187,14 @@ class _EngineCollector:
         counters = {
             "rose_engine_steps": ("Steps since start", status.num_steps),
             "rose_engine_prompt_tokens": ("Prompt tokens computed", status.num_prompt_tokens),
+            "rose_engine_cached_tokens": (
+                "Prompt tokens taken from the prefix cache",
+                status.num_cached_tokens,
+            ),
+            "rose_engine_evicted_pages": (
+                "Pages that the prefix cache gave away",
+                status.num_evicted_pages,
+            ),
             "rose_engine_output_tokens": ("Tokens sampled", status.num_output_tokens),
         }
         for name, (text, value) in gauges.items():

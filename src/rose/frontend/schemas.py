@@ -95,6 +95,8 @@ class SamplingFields(Struct, kw_only=True):
     n: int | None = None
     stop: str | list[str] | None = None
     max_tokens: int | None = None
+    cache_salt: str | None = None
+    """Cached prefixes are shared only with requests of the same salt."""
 
 
 class ChatRequest(SamplingFields, kw_only=True):
