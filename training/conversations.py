@@ -3,18 +3,8 @@
 import datetime
 import random
 
-WEATHER_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Get the current weather of a city.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "description": "Name of the city"}},
-            "required": ["city"],
-        },
-    },
-}
+from rose.cli.demo import WEATHER_TOOL  # the demo offers what was trained, to the letter
+
 CITIES = (
     "Paris", "Oslo", "Lima", "Tokyo", "Cairo", "Berlin", "Madrid", "Toronto", "Nairobi", "Sydney",
     "Vienna", "Lisbon",

@@ -10,20 +10,11 @@ from typing import Any
 
 import click
 
-from rose.cli.options import flags_in_errors, numbers
+from rose.cli.options import NameValue, as_dict, flags_in_errors, numbers
 
 SIZES = ("20b", "120b", "tiny")
 PATH = click.Path(path_type=Path, dir_okay=False)
 FOLDER = click.Path(path_type=Path, file_okay=False)
-
-
-def _pairs(
-    _context: click.Context, _parameter: click.Parameter, value: tuple[str, ...]
-) -> dict[str, str]:
-    for item in value:
-        if "=" not in item:
-            raise click.BadParameter(f"{item!r}; allowed: operation=implementation")
-    return dict(item.split("=", 1) for item in value)
 
 
 def _add(command: Any, options: tuple[Any, ...]) -> Any:
@@ -50,8 +41,8 @@ _setup_options = (
                  help="Shape of the model."),
     click.option("--weights", default="mxfp4", show_default=True, help="Resident weight format."),
     click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
-    click.option("--only", multiple=True, callback=_pairs, metavar="OP=NAME",
-                 help="Use one implementation of an operation."),
+    click.option("--only", multiple=True, type=NameValue("operation=implementation"),
+                 callback=as_dict, metavar="OP=NAME", help="Use one implementation of an operation."),
     click.option("--layers", type=int, help="Keep only the first layers (not a result, a trial)."),
     click.option("--kv-tokens", type=int, help="Tokens of KV to hold; default: what memory leaves."),
     _number("--max-step-tokens", 16384, "New tokens of all sequences in one step."),

@@ -104,9 +104,10 @@ def _help(option: config_cli.Option) -> str:
 
 
 class NameValue(click.ParamType):
-    """NAME=VALUE."""
+    """A pair with an equals sign; `form` is how help and refusals write it."""
 
-    name = "NAME=VALUE"
+    def __init__(self, form: str = "NAME=VALUE") -> None:
+        self.name = form
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -116,8 +117,15 @@ class NameValue(click.ParamType):
             return value
         name, separator, rest = str(value).partition("=")
         if not separator or not name:
-            self.fail(f"{value!r} is not NAME=VALUE", param, ctx)
+            self.fail(f"{value!r} is not {self.name}", param, ctx)
         return name, rest
+
+
+def as_dict(
+    _context: click.Context, _parameter: click.Parameter, value: tuple[tuple[str, str], ...]
+) -> dict[str, str]:
+    """Collect the pairs of a repeated NameValue option; a callback of click."""
+    return dict(value)
 
 
 def numbers(_context: click.Context, _parameter: click.Parameter, value: str) -> list[int]:
