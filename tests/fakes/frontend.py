@@ -62,8 +62,9 @@ async def serving(
 async def _check(response):
     await response.aread()
     kind = response.headers["content-type"]
+    request = response.request
     openai_schemas.check_response(
-        response.request.url.path, response.status_code, kind, response.text
+        request.url.path, response.status_code, kind, response.text, method=request.method
     )
 
 

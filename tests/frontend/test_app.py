@@ -773,3 +773,9 @@ def test_the_schema_oracle_finds_a_broken_answer():
     assert openai_schemas.problems("chat.completion.chunk", chunk) == []
     assert openai_schemas.problems("chat.completion.chunk", {**chunk, "created": "now"})
     assert openai_schemas.problems("error", {"error": {"message": "x"}})
+    stream = 'event: {}\ndata: {{"type":"response.queued","sequence_number":1}}\n\n'
+    for name in ("response.queued", "response.created"):  # no response in it; and another's name
+        with pytest.raises(AssertionError):
+            openai_schemas.check_response(
+                "/v1/responses", 200, "text/event-stream", stream.format(name)
+            )
