@@ -72,6 +72,9 @@ class FakeDecoder:
         self._spans = []
         return self._spans
 
+    def reveal(self):
+        pass
+
     def push(self, token_ids):
         deltas = []
         for token in token_ids:

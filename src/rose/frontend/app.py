@@ -60,10 +60,8 @@ class Routes:
         self._jobs.check_model(chat.model)
         status = self._client.require_ready()
         job = await self._jobs.chat(chat, body, status, num_bytes=len(raw))
-        with_reasoning = chat.include_reasoning is not False
-        writer = ChatWriter(job, with_reasoning=with_reasoning)
         return AnswerResponse(
-            self._client, job, writer=writer, fold=ChatFold(job), metrics=self._metrics
+            self._client, job, writer=ChatWriter(job), fold=ChatFold(job), metrics=self._metrics
         )
 
     async def completions(self, request: Request) -> AnswerResponse:

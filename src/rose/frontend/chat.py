@@ -22,6 +22,7 @@ from rose.frontend.schemas import (
     ChatLogprobs,
     ChatMessage,
     FunctionPiece,
+    RawMessagePiece,
     TokenLogprob,
     ToolCall,
     ToolCallPiece,
@@ -32,19 +33,16 @@ from rose.frontend.schemas import (
 class ChatWriter:
     """Writes the chunks of one chat answer."""
 
-    def __init__(self, job: Job, *, with_reasoning: bool = True) -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
-        self._with_reasoning = with_reasoning
         self._begun: set[int] = set()
 
     def chunks(self, piece: Piece) -> list[ChatChunk]:
         """Return the chunks of one piece; the first of a choice carries the role."""
         written = self._role(piece.index)
         for delta in piece.deltas:
-            change = self._change(delta)
-            if change is not None:
-                logprobs = _logprobs(delta.scores) if delta.scores else None
-                written.append(self._chunk(piece.index, change, logprobs=logprobs))
+            logprobs = _logprobs(delta.scores) if delta.scores else None
+            written.append(self._chunk(piece.index, _change(delta), logprobs=logprobs))
         if piece.finish_reason is not None:
             written.append(self._chunk(piece.index, ChatDelta(), piece.finish_reason))
         return written
@@ -60,21 +58,6 @@ class ChatWriter:
             return []
         self._begun.add(index)
         return [self._chunk(index, ChatDelta(role="assistant", content=""))]
-
-    def _change(self, delta: Delta) -> ChatDelta | None:
-        if delta.kind == "content":
-            return ChatDelta(content=delta.text)
-        if delta.kind == "reasoning":
-            if not self._with_reasoning:
-                return None
-            return ChatDelta(reasoning=delta.text, reasoning_content=delta.text)
-        if delta.kind == "tool_call":
-            function = FunctionPiece(name=delta.name, arguments="")
-            call_id = new_id("call_")
-            piece = ToolCallPiece(index=delta.index, id=call_id, type="function", function=function)
-            return ChatDelta(tool_calls=[piece])
-        piece = ToolCallPiece(index=delta.index, function=FunctionPiece(arguments=delta.text))
-        return ChatDelta(tool_calls=[piece])
 
     def _chunk(
         self,
@@ -96,6 +79,36 @@ class ChatWriter:
             # OpenAI sends null on every other chunk where usage was asked for.
             usage=None if self._job.with_usage else UNSET,
         )
+
+
+def _change(delta: Delta) -> ChatDelta:
+    if delta.kind == "content":
+        return ChatDelta(content=delta.text)
+    if delta.kind == "reasoning":
+        return ChatDelta(reasoning=delta.text, reasoning_content=delta.text)
+    if delta.kind in ("message", "message_text"):
+        return ChatDelta(raw_messages=[_raw_piece(delta)])
+    if delta.kind == "tool_call":
+        function = FunctionPiece(name=delta.name, arguments="")
+        call_id = new_id("call_")
+        piece = ToolCallPiece(index=delta.index, id=call_id, type="function", function=function)
+        return ChatDelta(tool_calls=[piece])
+    piece = ToolCallPiece(index=delta.index, function=FunctionPiece(arguments=delta.text))
+    return ChatDelta(tool_calls=[piece])
+
+
+def _raw_piece(delta: Delta) -> RawMessagePiece:
+    header = delta.header
+    if header is None:
+        return RawMessagePiece(index=delta.index, content=delta.text)
+    return RawMessagePiece(
+        index=delta.index,
+        role=header.role,
+        name=header.name,
+        channel=header.channel,
+        recipient=header.recipient,
+        content_type=header.content_type,
+    )
 
 
 class ChatFold:
@@ -162,6 +175,8 @@ def _add_delta(message: ChatMessage, delta: ChatDelta) -> None:
     if delta.reasoning is not UNSET:
         text = ("" if message.reasoning is UNSET else message.reasoning) + delta.reasoning
         message.reasoning = message.reasoning_content = text
+    if delta.raw_messages is not UNSET:
+        _add_raw(message, delta.raw_messages)
     if delta.tool_calls is UNSET:
         return
     calls = [] if message.tool_calls is UNSET else message.tool_calls
@@ -171,3 +186,13 @@ def _add_delta(message: ChatMessage, delta: ChatDelta) -> None:
             calls.append(ToolCall(id=piece.id, function=CalledFunction(name=name, arguments="")))
         calls[piece.index].function.arguments += piece.function.arguments
     message.tool_calls = calls
+
+
+def _add_raw(message: ChatMessage, pieces: list[RawMessagePiece]) -> None:
+    whole = [] if message.raw_messages is UNSET else message.raw_messages
+    for piece in pieces:
+        if piece.index == len(whole):
+            whole.append(piece)
+        else:
+            whole[piece.index].content += piece.content
+    message.raw_messages = whole

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from dataclasses import dataclass
+from typing import Literal
 
 from rose.utils.errors import ConfigError
 
@@ -20,6 +21,8 @@ class FrontendConfig:
     """Names that requests may give as `model`; the first is the one answers carry. None given: the model's folder."""
     formatter: str = "harmony"
     """Prompt format of chat requests."""
+    reasoning: Literal["visible", "hidden", "debug"] = "visible"
+    """What answers show of reasoning where a request does not say; with hidden, no request can lift it."""
     conversation_date: str = "today"
     """Day named in the prompt: today, none or YYYY-MM-DD."""
     max_request_bytes: int = 32 * 2**20

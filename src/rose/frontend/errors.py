@@ -33,6 +33,7 @@ KINDS: dict[str, ErrorKind] = {
     "unknown_field": ErrorKind(400, INVALID),
     "unsupported_value": ErrorKind(400, INVALID),
     "context_length_exceeded": ErrorKind(400, INVALID),
+    "permission_denied": ErrorKind(403, INVALID),
     "model_not_found": ErrorKind(404, INVALID),
     "not_found": ErrorKind(404, INVALID),
     "method_not_allowed": ErrorKind(405, INVALID),

@@ -18,6 +18,7 @@ from rose.frontend.errors import RequestError
 from rose.frontend.formatters.base import AnswerDecoder, Delta, EncodedPrompt
 from rose.frontend.logprobs import ContentLogprobs
 from rose.frontend.metrics import Metrics
+from rose.frontend.reasoning import ReasoningMode, shown
 from rose.frontend.schemas import CompletionDetails, PromptDetails, SamplingFields, Usage
 from rose.frontend.stops import StopStrings
 from rose.protocol.event import EngineStatus, ErrorEvent, FinishedEvent, TokensEvent
@@ -51,6 +52,7 @@ class ChoiceRun:
         max_calls: int | None = None,
         calls_as_text: bool = False,
         logprobs: ContentLogprobs | None = None,
+        reasoning: ReasoningMode = "visible",
     ) -> None:
         self.index = index
         self.prompt = prompt
@@ -65,6 +67,9 @@ class ChoiceRun:
         self._max_calls = max_calls
         self._calls_as_text = calls_as_text
         self._logprobs = logprobs
+        self._reasoning: ReasoningMode = reasoning
+        if reasoning == "debug":
+            decoder.reveal()
 
     def take(self, event: TokensEvent) -> list[Delta]:
         """Take tokens; return what they add to the answer. `finish_reason` is set where they end it early."""
@@ -76,7 +81,7 @@ class ChoiceRun:
             deltas = self._filter(self._decoder.push(event.token_ids))
         if self.finish_reason is not None:
             self._close("stop")
-        return deltas
+        return shown(deltas, self._reasoning)
 
     def finish(self, reason: str) -> list[Delta]:
         """Take the engine's end; return what was held back."""
@@ -90,7 +95,7 @@ class ChoiceRun:
             self.finish_reason = "stop" if is_hidden_call else reason
         if self._logprobs is not None:
             self._attach(self._logprobs, raw, deltas)
-        return deltas
+        return shown(deltas, self._reasoning)
 
     def _take_scored(self, logprobs: ContentLogprobs, event: TokensEvent) -> list[Delta]:
         """Take tokens one by one, so that each is known by the text it brought."""
@@ -107,10 +112,12 @@ class ChoiceRun:
 
     def _attach(self, logprobs: ContentLogprobs, raw: list[Delta], passed: list[Delta]) -> None:
         """Give the last piece of content that passed the log-probabilities of what has been sent."""
-        shown = [_call_as_text(d) for d in raw if d.kind not in ("content", "reasoning")]
+        calls = [d for d in raw if d.kind in ("tool_call", "tool_arguments")]
         content = [d for d in passed if d.kind == "content"]
         logprobs.follow(
-            num_foreign=sum(len(d.text) for d in shown) if self._calls_as_text else 0,
+            num_foreign=sum(len(_call_as_text(d).text) for d in calls)
+            if self._calls_as_text
+            else 0,
             num_sent=sum(len(d.text) for d in content),
         )
         scores = logprobs.ready(is_end=self.finish_reason is not None)
@@ -137,6 +144,9 @@ class ChoiceRun:
                 if self._stops.matched is not None:
                     self.finish_reason = "stop"
                     return passed
+                continue
+            if delta.kind in ("message", "message_text"):
+                passed.append(delta)
                 continue
             # A stop string does not reach over reasoning or a call: release what was held.
             held = self._stops.finish()

@@ -27,6 +27,7 @@ from rose.frontend.parsing import (
     quoted,
     stop_strings,
 )
+from rose.frontend.reasoning import require_open_tokens, resolve_mode
 from rose.frontend.schemas import ChatRequest, CompletionRequest, SamplingFields
 from rose.protocol.event import EngineStatus
 from rose.protocol.request import Request
@@ -87,6 +88,9 @@ class JobMaker:
             prompt_param="messages",
             limit_param=limit_param,
         )
+        mode = resolve_mode(
+            self._config.reasoning, request.reasoning_mode, include=request.include_reasoning
+        )
         logprobs = chat_logprobs(request)
         decoders = [
             formatter.decoder(declared_tools=prompt.declared_tools) for _ in range(request.n or 1)
@@ -98,6 +102,7 @@ class JobMaker:
                 stop_strings=stop_strings(request),
                 max_calls=1 if request.parallel_tool_calls is False else None,
                 calls_as_text=request.tool_choice == "none",
+                reasoning=mode,
                 logprobs=_tracked(formatter, decoder, logprobs),
             )
             for index, decoder in enumerate(decoders)
@@ -113,6 +118,7 @@ class JobMaker:
 
         Raises  RequestError where a prompt cannot be encoded or does not fit.
         """
+        require_open_tokens(self._config.reasoning, "/v1/completions")
         formatter = self._formatters.text
         asked = COMPLETION_DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens
         prompts, budgets = [], []

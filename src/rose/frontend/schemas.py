@@ -22,6 +22,12 @@ class StreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
     """Accepted; padding against traffic analysis is not sent."""
 
 
+class ReasoningOptions(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The effort as the Responses API writes it; `reasoning_effort` wins."""
+
+    effort: str | None = None
+
+
 class FunctionDefinition(Struct, kw_only=True, forbid_unknown_fields=True):
     """A function the model may call."""
 
@@ -111,9 +117,12 @@ class ChatRequest(SamplingFields, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    reasoning: ReasoningOptions | None = None
     max_completion_tokens: int | None = None
     include_reasoning: bool | None = True
     """False leaves reasoning out of the answer; it is generated and counted all the same."""
+    reasoning_mode: str | None = None
+    """visible, hidden or debug, where the server's own mode shall not hold."""
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
@@ -165,6 +174,18 @@ class ToolCallPiece(Struct, kw_only=True):
     function: FunctionPiece
 
 
+class RawMessagePiece(Struct, kw_only=True):
+    """A message as the model wrote it, or more of its text; the header comes with the first piece of each index."""
+
+    index: int
+    role: str | UnsetType = UNSET
+    name: str | UnsetType | None = UNSET
+    channel: str | UnsetType | None = UNSET
+    recipient: str | UnsetType | None = UNSET
+    content_type: str | UnsetType | None = UNSET
+    content: str = ""
+
+
 class ChatDelta(Struct, kw_only=True):
     """What a chunk adds to a message. Reasoning has two names because clients read one or the other."""
 
@@ -173,6 +194,8 @@ class ChatDelta(Struct, kw_only=True):
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallPiece] | UnsetType = UNSET
+    raw_messages: list[RawMessagePiece] | UnsetType = UNSET
+    """With reasoning mode debug only."""
 
 
 class TopLogprob(Struct, kw_only=True):
@@ -246,6 +269,8 @@ class ChatMessage(Struct, kw_only=True):
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    raw_messages: list[RawMessagePiece] | UnsetType = UNSET
+    """With reasoning mode debug only: every message with its channel and recipient."""
 
 
 class ChatChoice(Struct, kw_only=True):

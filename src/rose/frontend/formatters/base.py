@@ -39,14 +39,19 @@ class Delta:
 
     content, reasoning: `text` continues that stream. tool_call: a call of `name` begins, with place `index`;
     tool_arguments: `text` continues the arguments of call `index`. tokens: `token_ids` continue an answer
-    that has no text (formatter `tokens` only).
+    that has no text (formatter `tokens` only). Where the decoder reveals messages, they come besides: message:
+    message number `index` begins with `header`; message_text: `text` continues it.
     """
 
-    kind: Literal["content", "reasoning", "tool_call", "tool_arguments", "tokens"]
+    kind: Literal[
+        "content", "reasoning", "tool_call", "tool_arguments", "tokens", "message", "message_text"
+    ]
     text: str = ""
     index: int = 0
     name: str = ""
     token_ids: list[int] = field(default_factory=list)
+    header: ParsedMessage | None = None
+    """Of a message that begins; its content is empty."""
     scores: list[Any] = field(default_factory=list)
     """Log-probabilities of the tokens of this content (`logprobs.TokenScore`); decoders leave it empty."""
 
@@ -92,6 +97,11 @@ class AnswerDecoder(Protocol):
         Returns  a list that grows with every push. Text that is no token's, such as what parts two messages, and
                  text saved out of a broken header have no span.
         """
+        ...
+
+    def reveal(self) -> None:
+        """Begin to return messages as the model writes them, headers included, beside the answer; call before the
+        first push. Formats without messages return nothing more."""
         ...
 
     def push(self, token_ids: Sequence[int]) -> list[Delta]:

@@ -71,6 +71,9 @@ class PlainDecoder:
         self._spans = []
         return self._spans
 
+    def reveal(self) -> None:
+        """Do nothing: plain text has no messages."""
+
     def push(self, token_ids: Sequence[int]) -> list[Delta]:
         """Take sampled tokens."""
         pieces = []

@@ -39,6 +39,9 @@ class TokensDecoder:
         """Return no spans: there is no text."""
         return []
 
+    def reveal(self) -> None:
+        """Do nothing: tokens are not read as messages."""
+
     def push(self, token_ids: Sequence[int]) -> list[Delta]:
         """Take sampled tokens."""
         self._token_ids += token_ids

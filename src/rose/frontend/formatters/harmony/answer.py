@@ -47,6 +47,8 @@ class HarmonyDecoder:
         self._reason = "stop"
         self._spans: list[ContentSpan] = []
         self._open_span: ContentSpan | None = None
+        self._reveals = False
+        self._num_messages = 0
         self._num_characters = 0
         """Of content, what parts messages included."""
 
@@ -54,6 +56,10 @@ class HarmonyDecoder:
         """Begin to note which tokens become content."""
         self._parser.tells_tokens = True
         return self._spans
+
+    def reveal(self) -> None:
+        """Begin to return the messages as they are written."""
+        self._reveals = True
 
     def push(self, token_ids: Sequence[int]) -> list[Delta]:
         """Take sampled tokens."""
@@ -84,6 +90,8 @@ class HarmonyDecoder:
     def _deltas(self, events: Sequence[Event]) -> list[Delta]:
         deltas: list[Delta] = []
         for event in events:
+            if self._reveals:
+                self._reveal(event, deltas)
             if event.kind == "begin":
                 self._begin(event.message, deltas)
             elif event.kind == "text":
@@ -91,6 +99,16 @@ class HarmonyDecoder:
             elif event.kind == "token" and self._target == "content":
                 self._begin_span(event.ordinal)
         return deltas
+
+    def _reveal(self, event: Event, deltas: list[Delta]) -> None:
+        if event.kind == "begin":
+            self._num_messages += 1
+            header = _parsed(event.message)
+            header.content = ""
+            deltas.append(Delta(kind="message", index=self._num_messages - 1, header=header))
+        elif event.kind in ("text", "markup"):
+            index = self._num_messages - 1
+            _append(deltas, Delta(kind="message_text", text=event.text, index=index))
 
     def _begin(self, message: MessageText, deltas: list[Delta]) -> None:
         self._is_first_text = True
