@@ -75,6 +75,9 @@ class FakeDecoder:
     def reveal(self):
         pass
 
+    def separate(self):
+        pass
+
     def push(self, token_ids):
         deltas = []
         for token in token_ids:

@@ -21,6 +21,7 @@ from rose.frontend.client import EngineClient
 from rose.frontend.completions import CompletionFold, CompletionWriter
 from rose.frontend.config import FrontendConfig
 from rose.frontend.errors import RequestError, error_body, error_headers
+from rose.frontend.generation import Job
 from rose.frontend.jobs import JobMaker
 from rose.frontend.metrics import Metrics
 from rose.frontend.middleware import RequestFrame
@@ -33,7 +34,7 @@ from rose.frontend.schemas import (
     ModelList,
     encode,
 )
-from rose.frontend.stream import AnswerResponse
+from rose.frontend.stream import AnswerResponse, ChunkSource, Fold, Writer
 
 JSON = "application/json"
 ENDPOINTS = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
@@ -60,9 +61,7 @@ class Routes:
         self._jobs.check_model(chat.model)
         status = self._client.require_ready()
         job = await self._jobs.chat(chat, body, status, num_bytes=len(raw))
-        return AnswerResponse(
-            self._client, job, writer=ChatWriter(job), fold=ChatFold(job), metrics=self._metrics
-        )
+        return self._chunked(job, ChatWriter(job), ChatFold(job))
 
     async def completions(self, request: Request) -> AnswerResponse:
         """POST /v1/completions."""
@@ -71,13 +70,7 @@ class Routes:
         self._jobs.check_model(completion.model)
         status = self._client.require_ready()
         job = await self._jobs.completion(completion, status, num_bytes=len(raw))
-        return AnswerResponse(
-            self._client,
-            job,
-            writer=CompletionWriter(job),
-            fold=CompletionFold(job),
-            metrics=self._metrics,
-        )
+        return self._chunked(job, CompletionWriter(job), CompletionFold(job))
 
     async def models(self, _: Request) -> Response:
         """GET /v1/models."""
@@ -101,6 +94,10 @@ class Routes:
     async def metrics(self, _: Request) -> Response:
         """GET /metrics, for Prometheus."""
         return Response(self._metrics.render(), media_type=PROMETHEUS)
+
+    def _chunked(self, job: Job, writer: Writer, fold: Fold) -> AnswerResponse:
+        source = ChunkSource(self._client, job, writer=writer, fold=fold, metrics=self._metrics)
+        return AnswerResponse(source, self._metrics)
 
     def _model(self, name: str) -> Model:
         status = self._client.status

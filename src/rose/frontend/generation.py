@@ -15,7 +15,7 @@ from typing import Any
 
 from rose.frontend.client import EngineClient
 from rose.frontend.errors import RequestError
-from rose.frontend.formatters.base import AnswerDecoder, Delta, EncodedPrompt
+from rose.frontend.formatters.base import Answer, AnswerDecoder, Delta, EncodedPrompt
 from rose.frontend.logprobs import ContentLogprobs
 from rose.frontend.metrics import Metrics
 from rose.frontend.reasoning import ReasoningMode, shown
@@ -53,6 +53,7 @@ class ChoiceRun:
         calls_as_text: bool = False,
         logprobs: ContentLogprobs | None = None,
         reasoning: ReasoningMode = "visible",
+        is_separate: bool = False,
     ) -> None:
         self.index = index
         self.prompt = prompt
@@ -70,6 +71,8 @@ class ChoiceRun:
         self._reasoning: ReasoningMode = reasoning
         if reasoning == "debug":
             decoder.reveal()
+        if is_separate:
+            decoder.separate()
 
     def take(self, event: TokensEvent) -> list[Delta]:
         """Take tokens; return what they add to the answer. `finish_reason` is set where they end it early."""
@@ -96,6 +99,10 @@ class ChoiceRun:
         if self._logprobs is not None:
             self._attach(self._logprobs, raw, deltas)
         return shown(deltas, self._reasoning)
+
+    def answer(self) -> Answer:
+        """Return everything so far as the decoder has it: nothing hidden, nothing cut."""
+        return self._decoder.answer()
 
     def _take_scored(self, logprobs: ContentLogprobs, event: TokensEvent) -> list[Delta]:
         """Take tokens one by one, so that each is known by the text it brought."""
@@ -194,7 +201,7 @@ class Job:
     runs: list[ChoiceRun]
     """One per request, in the same order."""
     is_stream: bool
-    with_usage: bool
+    with_usage: bool = False
     """Send a usage chunk at the end of the stream."""
     with_logprobs: bool = False
     started: float = field(default_factory=time.monotonic)

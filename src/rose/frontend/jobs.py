@@ -27,7 +27,7 @@ from rose.frontend.parsing import (
     quoted,
     stop_strings,
 )
-from rose.frontend.reasoning import require_open_tokens, resolve_mode
+from rose.frontend.reasoning import ReasoningMode, require_open_tokens, resolve_mode
 from rose.frontend.schemas import ChatRequest, CompletionRequest, SamplingFields
 from rose.protocol.event import EngineStatus
 from rose.protocol.request import Request
@@ -43,6 +43,30 @@ class Formatters:
     chat: Formatter
     text: Formatter
     """Raw text and token ids, for completions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What a request to continue a conversation wants, whichever API it came by."""
+
+    endpoint: str
+    """In metrics."""
+    id_prefix: str
+    prompt_param: str
+    """The field that holds the conversation."""
+    limit: int | None
+    """Most tokens to generate; None: all that fit."""
+    limit_param: str
+    logprobs: int | None = None
+    """Alternatives per token; None: no log-probabilities."""
+    num_choices: int = 1
+    max_calls: int | None = None
+    calls_as_text: bool = False
+    reasoning: ReasoningMode = "visible"
+    is_separate: bool = False
+    """Keep the messages of the answer apart."""
+    with_usage: bool = False
+    """Send a chunk with the usage."""
 
 
 class JobMaker:
@@ -75,40 +99,76 @@ class JobMaker:
 
         Raises  RequestError where the conversation cannot be rendered or does not fit.
         """
-        conversation = self._conversation(request, body)
-        formatter = self._formatters.chat
-        prompt = await _encode(formatter, conversation, num_bytes)
         limit_param = (
             "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         )
+        ask = Ask(
+            endpoint="chat",
+            id_prefix="chatcmpl-",
+            prompt_param="messages",
+            limit=getattr(request, limit_param),
+            limit_param=limit_param,
+            logprobs=chat_logprobs(request),
+            num_choices=request.n or 1,
+            max_calls=1 if request.parallel_tool_calls is False else None,
+            calls_as_text=request.tool_choice == "none",
+            reasoning=resolve_mode(
+                self._config.reasoning, request.reasoning_mode, include=request.include_reasoning
+            ),
+            with_usage=bool(request.stream_options and request.stream_options.include_usage),
+        )
+        prompt = await self.encode({**body, "api": "chat"}, num_bytes=num_bytes)
+        return self.converse(request, prompt, status, ask)
+
+    async def encode(self, conversation: dict[str, Any], *, num_bytes: int) -> EncodedPrompt:
+        """Render a conversation with the day of now; `num_bytes` is the size of the body it came in.
+
+        Raises  RequestError where it cannot be rendered.
+        """
+        conversation.pop("conversation_date", None)
+        date = self._config.date_of_now()
+        if date is not None:
+            conversation["conversation_date"] = date
+        if conversation.get("tool_choice") == "none":
+            # A model that is told of no tool calls none.
+            conversation.pop("tools", None)
+            conversation.pop("tool_choice", None)
+        return await _encode(self._formatters.chat, conversation, num_bytes)
+
+    def converse(
+        self, request: SamplingFields, prompt: EncodedPrompt, status: EngineStatus, ask: Ask
+    ) -> Job:
+        """Return the job that continues a rendered conversation.
+
+        Raises  RequestError where it does not fit.
+        """
         budget = token_budget(
             len(prompt.token_ids),
-            getattr(request, limit_param),
+            ask.limit,
             status,
-            prompt_param="messages",
-            limit_param=limit_param,
+            prompt_param=ask.prompt_param,
+            limit_param=ask.limit_param,
         )
-        mode = resolve_mode(
-            self._config.reasoning, request.reasoning_mode, include=request.include_reasoning
-        )
-        logprobs = chat_logprobs(request)
+        formatter = self._formatters.chat
         decoders = [
-            formatter.decoder(declared_tools=prompt.declared_tools) for _ in range(request.n or 1)
+            formatter.decoder(declared_tools=prompt.declared_tools) for _ in range(ask.num_choices)
         ]
         runs = [
             ChoiceRun(
                 index,
                 decoder,
                 stop_strings=stop_strings(request),
-                max_calls=1 if request.parallel_tool_calls is False else None,
-                calls_as_text=request.tool_choice == "none",
-                reasoning=mode,
-                logprobs=_tracked(formatter, decoder, logprobs),
+                max_calls=ask.max_calls,
+                calls_as_text=ask.calls_as_text,
+                reasoning=ask.reasoning,
+                is_separate=ask.is_separate,
+                logprobs=_tracked(formatter, decoder, ask.logprobs),
             )
             for index, decoder in enumerate(decoders)
         ]
-        job = self._job(request, "chat", "chatcmpl-", [prompt], runs)
-        _add_requests(job, request, [prompt], [budget], status, logprobs)
+        job = self._job(request, ask.endpoint, ask.id_prefix, [prompt], runs)
+        job.with_usage = ask.with_usage
+        _add_requests(job, request, [prompt], [budget], status, ask.logprobs)
         return job
 
     async def completion(
@@ -149,20 +209,9 @@ class JobMaker:
             for index, decoder in enumerate(decoders)
         ]
         job = self._job(request, "completions", "cmpl-", prompts, runs)
+        job.with_usage = bool(request.stream_options and request.stream_options.include_usage)
         _add_requests(job, request, prompts, budgets, status, logprobs)
         return job
-
-    def _conversation(self, request: ChatRequest, body: dict[str, Any]) -> dict[str, Any]:
-        conversation = {**body, "api": "chat"}
-        conversation.pop("conversation_date", None)
-        date = self._config.date_of_now()
-        if date is not None:
-            conversation["conversation_date"] = date
-        if request.tool_choice == "none":
-            # A model that is told of no tool calls none.
-            conversation.pop("tools", None)
-            conversation.pop("tool_choice", None)
-        return conversation
 
     def _job(
         self,
@@ -172,7 +221,6 @@ class JobMaker:
         prompts: list[EncodedPrompt],
         runs: list[ChoiceRun],
     ) -> Job:
-        options = request.stream_options
         return Job(
             endpoint=endpoint,
             answer_id=new_id(prefix),
@@ -182,7 +230,6 @@ class JobMaker:
             requests=[],
             runs=runs,
             is_stream=bool(request.stream),
-            with_usage=bool(options and options.include_usage),
         )
 
 

@@ -15,6 +15,7 @@ import msgspec
 from rose.frontend.errors import RequestError
 from rose.frontend.schemas import (
     ChatRequest,
+    ChoiceFields,
     CompletionRequest,
     Message,
     SamplingFields,
@@ -94,17 +95,17 @@ def parse_chat(body: dict[str, Any]) -> ChatRequest:
 
     Raises  RequestError naming the field by its path.
     """
-    request = _convert(body, ChatRequest, UNSUPPORTED_CHAT)
+    request = convert(body, ChatRequest, UNSUPPORTED_CHAT)
     if not request.messages:
-        _refuse("invalid_request", "messages", "messages is empty; give at least one message")
+        refuse("invalid_request", "messages", "messages is empty; give at least one message")
     for place, message in enumerate(request.messages):
         _check_parts(
-            _convert_part(message, Message, f"messages[{place}]"), f"messages[{place}].content"
+            convert_part(message, Message, f"messages[{place}]"), f"messages[{place}].content"
         )
     for place, tool in enumerate(request.tools or []):
-        _convert_part(tool, Tool, f"tools[{place}]")
+        convert_part(tool, Tool, f"tools[{place}]")
     _check_tool_choice(request)
-    _check_sampling(request)
+    _check_choices(request)
     chat_logprobs(request)
     return request
 
@@ -114,8 +115,8 @@ def parse_completion(body: dict[str, Any]) -> CompletionRequest:
 
     Raises  RequestError naming the field by its path.
     """
-    request = _convert(body, CompletionRequest, UNSUPPORTED_COMPLETION)
-    _check_sampling(request)
+    request = convert(body, CompletionRequest, UNSUPPORTED_COMPLETION)
+    _check_choices(request)
     completion_logprobs(request)
     return request
 
@@ -125,20 +126,29 @@ def chat_logprobs(request: ChatRequest) -> int | None:
 
     Raises  RequestError naming the field.
     """
-    asked = request.top_logprobs or 0
-    if not 0 <= asked <= MAX_TOP_LOGPROBS:
-        _refuse(
-            "invalid_request",
-            "top_logprobs",
-            f"top_logprobs={asked}; allowed: 0 to {MAX_TOP_LOGPROBS}",
-        )
+    asked = checked_top_logprobs(request.top_logprobs)
     if asked and not request.logprobs:
-        _refuse(
+        refuse(
             "invalid_request",
             "top_logprobs",
             f"top_logprobs={asked} was given without logprobs=true; set logprobs or leave it out",
         )
     return asked if request.logprobs else None
+
+
+def checked_top_logprobs(asked: int | None) -> int:
+    """Return the alternatives per token, 0 where none were asked for.
+
+    Raises  RequestError
+    """
+    asked = asked or 0
+    if not 0 <= asked <= MAX_TOP_LOGPROBS:
+        refuse(
+            "invalid_request",
+            "top_logprobs",
+            f"top_logprobs={asked}; allowed: 0 to {MAX_TOP_LOGPROBS}",
+        )
+    return asked
 
 
 def completion_logprobs(request: CompletionRequest) -> int | None:
@@ -150,7 +160,7 @@ def completion_logprobs(request: CompletionRequest) -> int | None:
     if asked is None or asked is False:
         return None
     if asked is True or not 0 <= asked <= MAX_TOP_LOGPROBS:
-        _refuse(
+        refuse(
             "invalid_request",
             "logprobs",
             f"logprobs={asked}; allowed: a number from 0 to {MAX_TOP_LOGPROBS}",
@@ -166,7 +176,7 @@ def completion_prompts(request: CompletionRequest) -> list[str | list[int]]:
     prompts = _prompts(request)
     count = request.n or 1
     if len(prompts) * count > MAX_RUNS:
-        _refuse(
+        refuse(
             "invalid_request",
             "prompt",
             f"prompt has {len(prompts)} prompts and n={count}, {len(prompts) * count} answers; allowed: {MAX_RUNS} "
@@ -206,28 +216,39 @@ def _is_id(item: Any) -> bool:
     return isinstance(item, int) and not isinstance(item, bool)
 
 
-def _convert(
-    body: dict[str, Any], kind: type[Parsed], unsupported: dict[str, tuple[Any, ...]]
+def convert(
+    body: dict[str, Any],
+    kind: type[Parsed],
+    unsupported: dict[str, tuple[Any, ...]],
+    ignored: frozenset[str] = IGNORED,
 ) -> Parsed:
+    """Return a body as a struct.
+
+    Raises  RequestError for a field of a wrong type, an unknown one, and a known one that cannot be had.
+    """
     fields = set(kind.__struct_fields__)
     for name, value in body.items():
-        if name in fields or name in IGNORED:
+        if name in fields or name in ignored:
             continue
         if name not in unsupported:
-            _refuse_unknown(name, name, fields | IGNORED | set(unsupported))
+            refuse_unknown(name, name, fields | ignored | set(unsupported))
         if value is not None and value not in unsupported[name]:
             allowed = " or ".join(
                 ["null", *(msgspec.json.encode(v).decode() for v in unsupported[name])]
             )
-            _refuse(
+            refuse(
                 "unsupported_value",
                 name,
                 f"{name}={quoted(value)} is not supported by this server yet; allowed: {allowed}; leave it out",
             )
-    return _convert_part({k: v for k, v in body.items() if k in fields}, kind, "")
+    return convert_part({k: v for k, v in body.items() if k in fields}, kind, "")
 
 
-def _convert_part(value: Any, kind: type[Parsed], path: str) -> Parsed:
+def convert_part(value: Any, kind: type[Parsed], path: str) -> Parsed:
+    """Return a part of a body, which stands at `path`, as a struct.
+
+    Raises  RequestError that names the field by its whole path.
+    """
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -239,7 +260,7 @@ def _convert_part(value: Any, kind: type[Parsed], path: str) -> Parsed:
         if unknown:
             full = _join(path, f"{inner}.{unknown}")
             known = set(kind.__struct_fields__) if not inner else set()
-            _refuse_unknown(full, unknown, known, error)
+            refuse_unknown(full, unknown, known, error)
         full = _join(path, f"{inner}.{missing}" if missing else inner)
         text = text if len(text) <= 2 * MAX_QUOTED else f"{text[: 2 * MAX_QUOTED]}..."
         reason = "is missing" if missing else f"is wrong: {text[0].lower()}{text[1:]}"
@@ -258,16 +279,18 @@ def _name_in(text: str, prefix: str) -> str | None:
     return text.removeprefix(prefix).rstrip("`") if text.startswith(prefix) else None
 
 
-def _refuse(code: str, param: str, message: str, cause: Exception | None = None) -> NoReturn:
+def refuse(code: str, param: str, message: str, cause: Exception | None = None) -> NoReturn:
+    """Raise the RequestError of one field."""
     raise RequestError(code, message, param=param) from cause
 
 
-def _refuse_unknown(
+def refuse_unknown(
     param: str, name: str, known: set[str] | frozenset[str], cause: Exception | None = None
 ) -> NoReturn:
+    """Raise the RequestError of a field that nobody knows, with the nearest known names."""
     near = difflib.get_close_matches(name, sorted(known), n=2) if len(name) <= MAX_GUESSED else []
     hint = f"did you mean {' or '.join(near)}?" if near else "leave it out"
-    _refuse(
+    refuse(
         "unknown_field", param[:MAX_QUOTED], f"{quoted(param)} is not a known field; {hint}", cause
     )
 
@@ -278,13 +301,13 @@ def _check_parts(message: Message, path: str) -> None:
     for place, part in enumerate(message.content):
         kind = part.get("type")
         if kind not in ("text", "refusal"):
-            _refuse(
+            refuse(
                 "unsupported_value",
                 f"{path}[{place}].type",
                 f"{path}[{place}] has type {quoted(kind)}; gpt-oss reads text only; allowed: text, refusal",
             )
         if not isinstance(part.get(kind), str):
-            _refuse(
+            refuse(
                 "invalid_request",
                 f"{path}[{place}].{kind}",
                 f"{path}[{place}].{kind} is {quoted(part.get(kind))}; allowed: a string",
@@ -296,7 +319,7 @@ def _check_tool_choice(request: ChatRequest) -> None:
     if choice is None:
         return
     if not request.tools and choice != "none":
-        _refuse(
+        refuse(
             "invalid_request",
             "tool_choice",
             f"tool_choice={quoted(choice)} was given without tools; allowed then: none; give tools or leave it out",
@@ -304,39 +327,47 @@ def _check_tool_choice(request: ChatRequest) -> None:
     if choice in ("none", "auto"):
         return
     if choice == "required" or isinstance(choice, dict):
-        _refuse(
+        refuse(
             "unsupported_value",
             "tool_choice",
             f"tool_choice={quoted(choice)} cannot be enforced by this server yet; allowed: none, auto",
         )
-    _refuse("invalid_request", "tool_choice", f"tool_choice={quoted(choice)}; allowed: none, auto")
+    refuse("invalid_request", "tool_choice", f"tool_choice={quoted(choice)}; allowed: none, auto")
 
 
-def _check_sampling(request: SamplingFields) -> None:
+def _check_choices(request: ChoiceFields) -> None:
     if request.n is not None and not 1 <= request.n <= MAX_CHOICES:
-        _refuse("invalid_request", "n", f"n={request.n}; allowed: 1 to {MAX_CHOICES}")
+        refuse("invalid_request", "n", f"n={request.n}; allowed: 1 to {MAX_CHOICES}")
     if request.stream_options is not None and not request.stream:
-        _refuse(
+        refuse(
             "invalid_request",
             "stream_options",
             "stream_options was given without stream=true; set stream or leave it out",
         )
+    check_stops(request)
+
+
+def check_stops(request: SamplingFields) -> None:
+    """Check the stop strings.
+
+    Raises  RequestError
+    """
     strings = stop_strings(request)
     if len(strings) > MAX_STOPS:
-        _refuse(
+        refuse(
             "invalid_request",
             "stop",
             f"stop has {len(strings)} strings; allowed: {MAX_STOPS} at most",
         )
     longest = max(map(len, strings), default=0)
     if longest > MAX_STOP_CHARACTERS:
-        _refuse(
+        refuse(
             "invalid_request",
             "stop",
             f"stop has a string of {longest} characters; allowed: {MAX_STOP_CHARACTERS} at most",
         )
     if "" in strings:
-        _refuse("invalid_request", "stop", "stop has an empty string; allowed: 1 character or more")
+        refuse("invalid_request", "stop", "stop has an empty string; allowed: 1 character or more")
 
 
 def stop_strings(request: SamplingFields) -> list[str]:

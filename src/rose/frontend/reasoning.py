@@ -15,6 +15,9 @@ from rose.frontend.formatters.base import Delta
 ReasoningMode = Literal["visible", "hidden", "debug"]
 MODES: tuple[str, ...] = get_args(ReasoningMode)
 
+SHOWN_KINDS = ("content", "tool_call", "tool_arguments", "item")
+"""What is sent where reasoning is hidden; an item says that there is reasoning and nothing of what it is."""
+
 
 def resolve_mode(
     server: ReasoningMode, asked: str | None, *, include: bool | None = None
@@ -48,7 +51,7 @@ def shown(deltas: list[Delta], mode: ReasoningMode) -> list[Delta]:
     """Return what may leave the server of some deltas. What is left out here is nowhere else to be found."""
     if mode != "hidden":
         return deltas
-    return [delta for delta in deltas if delta.kind in ("content", "tool_call", "tool_arguments")]
+    return [delta for delta in deltas if delta.kind in SHOWN_KINDS]
 
 
 def require_open_tokens(server: ReasoningMode, route: str) -> None:

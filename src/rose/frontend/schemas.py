@@ -80,11 +80,10 @@ class Message(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class SamplingFields(Struct, kw_only=True):
-    """What chat completions and completions share."""
+    """What every request that generates has."""
 
     model: str
     stream: bool | None = False
-    stream_options: StreamOptions | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -98,14 +97,20 @@ class SamplingFields(Struct, kw_only=True):
     ignore_eos: bool | None = False
     """Do not end at the model's stop tokens."""
     seed: int | None = None
-    n: int | None = None
     stop: str | list[str] | None = None
-    max_tokens: int | None = None
     cache_salt: str | None = None
     """Cached prefixes are shared only with requests of the same salt."""
 
 
-class ChatRequest(SamplingFields, kw_only=True):
+class ChoiceFields(SamplingFields, kw_only=True):
+    """What chat completions and completions share."""
+
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+
+
+class ChatRequest(ChoiceFields, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
     messages: list[Any]
@@ -125,7 +130,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     """visible, hidden or debug, where the server's own mode shall not hold."""
 
 
-class CompletionRequest(SamplingFields, kw_only=True):
+class CompletionRequest(ChoiceFields, kw_only=True):
     """Body of POST /v1/completions."""
 
     prompt: str | list[Any]

@@ -7,7 +7,7 @@ after it becomes an `error` event. Knows chunks and bytes, not what is in them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -37,6 +37,27 @@ class Writer(Protocol):
     def usage_chunk(self) -> Any: ...
 
 
+class AnswerSource(Protocol):
+    """What one request is answered with, as bytes: `ChunkSource` or `ResponsesSource`."""
+
+    endpoint: str
+    """In metrics."""
+    answer_id: str
+    is_stream: bool
+
+    def parts(self) -> AsyncGenerator[bytes, None]:
+        """Yield the server-sent events as they come; closing it ends the work."""
+        ...
+
+    async def whole(self) -> bytes:
+        """Return the JSON of the whole answer."""
+        ...
+
+    async def failed(self, error: RequestError) -> bytes:
+        """Return the events that end a stream which failed after its beginning."""
+        ...
+
+
 class Fold(Protocol):
     """Makes a whole answer of chunks: `ChatFold` or `CompletionFold`."""
 
@@ -53,16 +74,47 @@ def _event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-class AnswerResponse:
-    """The ASGI response of one job."""
+class ChunkSource:
+    """A job answered in chunks: chat and text completions."""
 
     def __init__(
         self, client: EngineClient, job: Job, *, writer: Writer, fold: Fold, metrics: Metrics
     ) -> None:
+        self.endpoint = job.endpoint
+        self.answer_id = job.answer_id
+        self.is_stream = job.is_stream
         self._client = client
         self._job = job
         self._writer = writer
         self._fold = fold
+        self._metrics = metrics
+
+    async def parts(self) -> AsyncGenerator[bytes, None]:
+        """Yield the chunks as they come."""
+        async with aclosing(pieces(self._client, self._job, self._metrics)) as source:
+            async for piece in source:
+                yield sse_lines(self._writer.chunks(piece))
+        self._metrics.finished(self._job)
+        yield (sse_lines([self._writer.usage_chunk()]) if self._job.with_usage else b"") + DONE
+
+    async def whole(self) -> bytes:
+        """Return the chunks folded into one answer."""
+        async with aclosing(pieces(self._client, self._job, self._metrics)) as source:
+            async for piece in source:
+                self._fold.add(self._writer.chunks(piece))
+        self._metrics.finished(self._job)
+        return encode(self._fold.completion())
+
+    async def failed(self, error: RequestError) -> bytes:
+        """Return the error as an event, and the end."""
+        return _event(error_body(error)) + DONE
+
+
+class AnswerResponse:
+    """The ASGI response of one answer."""
+
+    def __init__(self, source: AnswerSource, metrics: Metrics) -> None:
+        self._source = source
         self._metrics = metrics
         self._is_started = False
 
@@ -73,10 +125,10 @@ class AnswerResponse:
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                self._metrics.disconnected(self._job.endpoint)
-                logger.info("%s: the client left, its request is aborted", self._job.answer_id)
+                self._metrics.disconnected(self._source.endpoint)
+                logger.info("%s: the client left, its request is aborted", self._source.answer_id)
         finally:
-            # Cancelling closes `pieces`, which aborts the engine's request.
+            # Cancelling closes `parts`, which aborts the engine's request.
             was_done = work.done()
             work.cancel()
             gone.cancel()
@@ -86,29 +138,23 @@ class AnswerResponse:
 
     async def _answer(self, send: Send) -> None:
         try:
-            await (self._stream(send) if self._job.is_stream else self._whole(send))
+            await (self._stream(send) if self._source.is_stream else self._whole(send))
         except RequestError as error:
             await self._fail(error, send)
         except Exception:
             # Answered rather than dropped: a client would take a cut stream for a finished one.
-            logger.exception("%s failed", self._job.answer_id)
+            logger.exception("%s failed", self._source.answer_id)
             error = RequestError("internal_error", "the server failed while it wrote this answer")
             await self._fail(error, send)
 
     async def _stream(self, send: Send) -> None:
-        async with aclosing(pieces(self._client, self._job, self._metrics)) as source:
-            async for piece in source:
-                await self._send_part(send, sse_lines(self._writer.chunks(piece)))
-        end = sse_lines([self._writer.usage_chunk()]) if self._job.with_usage else b""
-        self._metrics.finished(self._job)
-        await self._send_part(send, end + DONE, is_last=True)
+        async with aclosing(self._source.parts()) as parts:
+            async for part in parts:
+                await self._send_part(send, part)
+        await self._send_part(send, b"", is_last=True)
 
     async def _whole(self, send: Send) -> None:
-        async with aclosing(pieces(self._client, self._job, self._metrics)) as source:
-            async for piece in source:
-                self._fold.add(self._writer.chunks(piece))
-        self._metrics.finished(self._job)
-        await _send_json(send, 200, encode(self._fold.completion()))
+        await _send_json(send, 200, await self._source.whole())
 
     async def _send_part(self, send: Send, body: bytes, *, is_last: bool = False) -> None:
         if not self._is_started:
@@ -118,10 +164,9 @@ class AnswerResponse:
             await send({"type": "http.response.body", "body": body, "more_body": not is_last})
 
     async def _fail(self, error: RequestError, send: Send) -> None:
-        self._metrics.answered(self._job.endpoint, error.kind.status, "error")
+        self._metrics.answered(self._source.endpoint, error.kind.status, "error")
         if self._is_started:
-            body = _event(error_body(error)) + DONE
-            await self._send_part(send, body, is_last=True)
+            await self._send_part(send, await self._source.failed(error), is_last=True)
         else:
             await _send_json(send, error.kind.status, error_body(error), error_headers(error))
 

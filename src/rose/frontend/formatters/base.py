@@ -40,11 +40,19 @@ class Delta:
     content, reasoning: `text` continues that stream. tool_call: a call of `name` begins, with place `index`;
     tool_arguments: `text` continues the arguments of call `index`. tokens: `token_ids` continue an answer
     that has no text (formatter `tokens` only). Where the decoder reveals messages, they come besides: message:
-    message number `index` begins with `header`; message_text: `text` continues it.
+    message number `index` begins with `header`; message_text: `text` continues it. Where it keeps messages apart:
+    item: message number `index` begins, what follows belongs to it; `name` is reasoning, commentary, final or call.
     """
 
     kind: Literal[
-        "content", "reasoning", "tool_call", "tool_arguments", "tokens", "message", "message_text"
+        "content",
+        "reasoning",
+        "tool_call",
+        "tool_arguments",
+        "tokens",
+        "message",
+        "message_text",
+        "item",
     ]
     text: str = ""
     index: int = 0
@@ -67,6 +75,9 @@ class ParsedMessage:
     role: str = "assistant"
     name: str | None = None
     """Of a tool whose answer the model made up."""
+    token_ids: list[int] | None = None
+    """What was sampled for it, in the form in which a later prompt can repeat it; None where that is not sure, and
+    where the decoder does not keep messages apart."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -102,6 +113,12 @@ class AnswerDecoder(Protocol):
     def reveal(self) -> None:
         """Begin to return messages as the model writes them, headers included, beside the answer; call before the
         first push. Formats without messages return nothing more."""
+        ...
+
+    def separate(self) -> None:
+        """Begin to keep messages apart: an `item` delta begins each, no blank line parts their texts, and the
+        messages of the answer have their tokens; call before the first push. Formats without messages return
+        nothing more."""
         ...
 
     def push(self, token_ids: Sequence[int]) -> list[Delta]:

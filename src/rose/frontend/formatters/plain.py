@@ -74,6 +74,9 @@ class PlainDecoder:
     def reveal(self) -> None:
         """Do nothing: plain text has no messages."""
 
+    def separate(self) -> None:
+        """Do nothing: plain text has no messages."""
+
     def push(self, token_ids: Sequence[int]) -> list[Delta]:
         """Take sampled tokens."""
         pieces = []

@@ -42,6 +42,9 @@ class TokensDecoder:
     def reveal(self) -> None:
         """Do nothing: tokens are not read as messages."""
 
+    def separate(self) -> None:
+        """Do nothing: tokens are not read as messages."""
+
     def push(self, token_ids: Sequence[int]) -> list[Delta]:
         """Take sampled tokens."""
         self._token_ids += token_ids

@@ -3,6 +3,7 @@
 import pytest
 
 from rose.frontend.formatters.harmony.formatter import HarmonyFormatter
+from rose.frontend.tokenizer import decode
 
 
 @pytest.fixture(scope="module")
@@ -204,3 +205,52 @@ def test_a_recipient_ends_where_spelled_out_markup_begins(formatter, o200k):
     decoder.push(o200k.encode(" to=functions.ping<|constrain|>json"))
     decoder.push(o200k.encode_with_control("<|message|>{}<|call|>"))
     assert decoder.answer().tool_calls == call()
+
+
+TURN = (
+    "<|channel|>analysis<|message|>Think.<|end|>"
+    "<|start|>assistant<|channel|>commentary<|message|>One moment.<|end|>"
+    "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>"
+)
+
+
+def test_messages_kept_apart_begin_with_an_item_and_have_no_blank_line_between(formatter, o200k):
+    decoder = formatter.decoder(declared_tools=["f"])
+    decoder.separate()
+    deltas = decoder.push(o200k.encode_with_control(TURN))
+    items = [(d.index, d.name) for d in deltas if d.kind == "item"]
+    assert items == [(0, "reasoning"), (1, "commentary"), (2, "call")]
+    assert [d.text for d in deltas if d.kind in ("reasoning", "content")] == [
+        "Think.",
+        "One moment.",
+    ]
+    messages = decoder.answer().messages
+    repeated = "".join(
+        f"<|start|>assistant{decode(o200k, message.token_ids)}" for message in messages
+    )
+    assert repeated == f"<|start|>assistant{TURN}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "no header at all<|end|>",
+        "<|channel|>final<|message|>a<|return|><|return|>",
+        "<|channel|>final<|message|>cut",
+        "<|channel|>analysis<|message|>a<|end|><|start|>user<|message|>b<|end|>",
+    ],
+)
+def test_what_is_not_well_formed_is_not_repeated_by_its_tokens(formatter, o200k, text):
+    decoder = formatter.decoder()
+    decoder.separate()
+    decoder.push(o200k.encode_with_control(text))
+    decoder.finish("stop")
+    assert decoder.answer().messages[-1].token_ids is None
+
+
+def test_a_final_message_is_repeated_with_the_end_that_prompts_have(formatter, o200k):
+    decoder = formatter.decoder()
+    decoder.separate()
+    decoder.push(o200k.encode_with_control("<|channel|>final<|message|>Four.<|return|>"))
+    [message] = decoder.answer().messages
+    assert decode(o200k, message.token_ids) == "<|channel|>final<|message|>Four.<|end|>"

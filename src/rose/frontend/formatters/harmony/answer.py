@@ -20,6 +20,8 @@ from rose.frontend.formatters.base import (
 from rose.frontend.formatters.harmony.builtin_tools import is_builtin
 from rose.frontend.formatters.harmony.messages import FUNCTIONS
 from rose.frontend.formatters.harmony.parse import Event, HarmonyParser, MessageText
+from rose.frontend.formatters.harmony.sampled import message_tokens
+from rose.frontend.formatters.harmony.tokens import harmony_tokens
 from rose.frontend.tokenizer import Tokenizer
 
 SEPARATOR = "\n\n"
@@ -37,6 +39,7 @@ class HarmonyDecoder:
     """Decoder of one answer; see `AnswerDecoder`."""
 
     def __init__(self, tokenizer: Tokenizer, declared_tools: Collection[str] = ()) -> None:
+        self._tokenizer = tokenizer
         self._parser = HarmonyParser(tokenizer)
         self._declared = frozenset(declared_tools)
         self._texts: dict[Stream, list[str]] = {"content": [], "reasoning": []}
@@ -48,6 +51,8 @@ class HarmonyDecoder:
         self._spans: list[ContentSpan] = []
         self._open_span: ContentSpan | None = None
         self._reveals = False
+        self._token_ids: list[int] | None = None
+        """What was sampled, where messages are kept apart."""
         self._num_messages = 0
         self._num_characters = 0
         """Of content, what parts messages included."""
@@ -61,8 +66,14 @@ class HarmonyDecoder:
         """Begin to return the messages as they are written."""
         self._reveals = True
 
+    def separate(self) -> None:
+        """Begin to keep the messages apart."""
+        self._token_ids = []
+
     def push(self, token_ids: Sequence[int]) -> list[Delta]:
         """Take sampled tokens."""
+        if self._token_ids is not None:
+            self._token_ids += token_ids
         return self._deltas(self._parser.push(token_ids))
 
     def finish(self, reason: str) -> list[Delta]:
@@ -80,16 +91,29 @@ class HarmonyDecoder:
             reasoning=reasoning or None,
             tool_calls=[{"name": c.name, "arguments": c.arguments} for c in self._calls],
             finish_reason=FINISH_LENGTH if self._reason == FINISH_LENGTH else reason,
-            messages=[_parsed(message) for message in messages],
+            messages=self._messages(),
             num_reasoning_tokens=sum(
                 m.num_tokens for m in messages if route(m, self._declared) == "reasoning"
             ),
             recoveries=list(self._parser.recoveries),
         )
 
+    def _messages(self) -> list[ParsedMessage]:
+        messages = [_parsed(message) for message in self._parser.messages]
+        if self._token_ids is None or self._parser.recoveries:
+            return messages
+        assistant = self._tokenizer.encode("assistant")
+        parts = message_tokens(self._token_ids, harmony_tokens(self._tokenizer), assistant)
+        if len(parts) == len(messages):
+            for message, part in zip(messages, parts, strict=True):
+                message.token_ids = part
+        return messages
+
     def _deltas(self, events: Sequence[Event]) -> list[Delta]:
         deltas: list[Delta] = []
         for event in events:
+            if event.kind == "begin":
+                self._num_messages += 1
             if self._reveals:
                 self._reveal(event, deltas)
             if event.kind == "begin":
@@ -102,7 +126,6 @@ class HarmonyDecoder:
 
     def _reveal(self, event: Event, deltas: list[Delta]) -> None:
         if event.kind == "begin":
-            self._num_messages += 1
             header = _parsed(event.message)
             header.content = ""
             deltas.append(Delta(kind="message", index=self._num_messages - 1, header=header))
@@ -114,6 +137,9 @@ class HarmonyDecoder:
         self._is_first_text = True
         self._open_span = None
         kind = route(message, self._declared)
+        if self._token_ids is not None:
+            name = _phase(message) if kind == "content" else kind
+            deltas.append(Delta(kind="item", index=self._num_messages - 1, name=name))
         if kind == "call":
             name = call_name(message, self._declared) or ""
             self._target = _Call(name)
@@ -130,7 +156,7 @@ class HarmonyDecoder:
             return
         written = self._texts[self._target]
         if self._is_first_text and written:
-            text = SEPARATOR + text
+            text = self._separator + text
         self._is_first_text = False
         written.append(text)
         if self._target == "content":
@@ -139,10 +165,14 @@ class HarmonyDecoder:
                 self._open_span.end = self._num_characters
         _append(deltas, Delta(kind=self._target, text=text))
 
+    @property
+    def _separator(self) -> str:
+        return SEPARATOR if self._token_ids is None else ""
+
     def _begin_span(self, ordinal: int) -> None:
         start = self._num_characters
         if self._is_first_text and self._texts["content"]:
-            start += len(SEPARATOR)
+            start += len(self._separator)
         self._open_span = ContentSpan(ordinal, start, start)
         self._spans.append(self._open_span)
 
@@ -160,6 +190,12 @@ def route(
         return "reasoning"  # code and searches that nobody runs here are thoughts
     is_analysis = (header.channel or "").casefold().startswith("analysis")
     return "reasoning" if is_analysis else "content"
+
+
+def _phase(message: MessageText) -> str:
+    """Return what a message for the user is: a commentary on the way, or the final answer."""
+    is_preamble = (message.header.channel or "").casefold().startswith("commentary")
+    return "commentary" if is_preamble else "final"
 
 
 def call_name(message: MessageText, declared: Collection[str]) -> str | None:

@@ -114,6 +114,8 @@ class Message:
     recipient: str | None = None
     channel: str | None = None
     content_type: str | None = None
+    token_ids: Sequence[int] = ()
+    """What the model sampled for this message after its role, to be repeated as it is; empty: it is rendered."""
 
 
 def has_functions(messages: Iterable[Message]) -> bool:

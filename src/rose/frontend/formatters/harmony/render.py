@@ -44,6 +44,8 @@ class HarmonyRenderer:
 
     def render_message(self, message: Message, *, has_functions: bool = False) -> list[int]:
         """Return the tokens of one message."""
+        if message.token_ids:
+            return [self.tokens.start, *self._tokenizer.encode(message.role), *message.token_ids]
         token_ids = [self.tokens.start, *self._header(message), self.tokens.message]
         for text in _texts(message.content, has_functions):
             token_ids += self._tokenizer.encode(text)
