@@ -29,7 +29,7 @@ def write_card(
         + " |"
         for task in scores["mxfp4"]
     )
-    rows, tokens = arguments.short
+    rows, tokens = arguments.batch
     (out / "tiny-gpt-oss" / "README.md").write_text(
         f"""# tiny-gpt-oss
 

@@ -8,7 +8,7 @@ import collections
 import functools
 import multiprocessing
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from rose.eval.tasks import draw_for_training, draw_long_for_training
 from rose.eval.text_tasks import notes_of, recalled
 from rose.frontend.tokenizer import FolderTokenizer
 
-ENGLISH_SHARE = 0.04
+ENGLISH_SHARE = 0.02
 """Of the documents in short rows; the rest of a row that no conversation fits is English too."""
 ENGLISH_CHARACTERS = 1600
 FITTING_TRIES = 4
@@ -115,11 +115,11 @@ def _text(path: Path) -> Text:
     return Text(path)
 
 
-def batch(path: Path, kind: str, shape: tuple[int, int], seed: str) -> Batch:
-    """Return `shape` rows of a kind (short or long)."""
-    rows, length = shape
+def batch(path: Path, kinds: Sequence[str], length: int, seed: str) -> Batch:
+    """Return a row of `length` + 1 tokens of each kind (short or long)."""
     drawn = [
-        _text(path).row(kind, length + 1, random.Random(f"{seed} {kind} {i}")) for i in range(rows)
+        _text(path).row(kind, length + 1, random.Random(f"{seed} {kind} {i}"))
+        for i, kind in enumerate(kinds)
     ]
     return Batch(*(np.stack(columns) for columns in zip(*drawn, strict=True)))
 
@@ -131,20 +131,21 @@ class Plan:
     path: Path
     """tokenizer.json"""
     seed: int
-    short: tuple[int, int]
-    long: tuple[int, int]
-    """Rows and tokens per row."""
+    shape: tuple[int, int]
+    """Rows and tokens per row: one for all steps, so that all is compiled once."""
     long_every: int = 5
+    long_from: int = 0
+    """Step before which no row is long: near copies teach faster what far ones need too."""
 
-    def kind(self, step: int) -> str:
-        """Return the kind of a step's rows."""
-        return "long" if step % self.long_every == self.long_every - 1 else "short"
+    def kinds(self, step: int) -> list[str]:
+        """Return the kind of each row of a step."""
+        rows = range(step * self.shape[0], (step + 1) * self.shape[0])
+        is_late, last = step >= self.long_from, self.long_every - 1
+        return ["long" if is_late and n % self.long_every == last else "short" for n in rows]
 
     def batch(self, step: int) -> Batch:
         """Draw a step's batch."""
-        kind = self.kind(step)
-        shape = self.long if kind == "long" else self.short
-        return batch(self.path, kind, shape, f"{self.seed} {step}")
+        return batch(self.path, self.kinds(step), self.shape[1], f"{self.seed} {step}")
 
 
 class Source:
@@ -152,8 +153,8 @@ class Source:
 
     def __init__(self, plan: Plan, workers: int) -> None:
         self.plan, self._ahead = plan, 4 * workers
-        # spawn: forking a process that holds a CUDA context is not safe.
-        context = multiprocessing.get_context("spawn")
+        # fork, before the device is used: processes that are spawned would each import torch with the script.
+        context = multiprocessing.get_context("fork")
         self._pool = context.Pool(workers) if workers else None
 
     def batches(self, first: int) -> Iterator[Batch]:

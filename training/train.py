@@ -10,12 +10,14 @@ import json
 import math
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from card import plot, write_card
 from export import export
+from muon import Muon
 from packing import Batch, Plan, Source
 from sizes import active_parameters, model_config
 from torch import Tensor, nn
@@ -28,7 +30,7 @@ from rose.frontend.tokenizer import FolderTokenizer
 
 SHARES = {"model": 0.68, "mtp": 0.12, "draft": 0.20}
 """Of the minutes; the small parts compile kernels of their own too."""
-TIMED_STEPS, SKIPPED_STEPS = 40, 20
+TIMED_STEPS, SKIPPED_STEPS = 80, 30
 """Steps that set the rate, after those in which kernels are compiled and first used."""
 SAVE_SECONDS = 60
 ROUNDED_FROM = 0.35
@@ -44,10 +46,15 @@ class Settings:
     seed: int
     work: Path
     source: Source
-    tools: Tools
+    optimizer: str
+    """muon (AdamW beside it) or adamw."""
     learning_rate: float
+    """Of AdamW."""
+    muon_rate: float
     warmup: int
     """Steps."""
+    profile: Path | None = None
+    """Where to write the times of one step's kernels."""
     log: list[dict] = field(default_factory=list)
 
     def say(self, **values) -> None:
@@ -61,16 +68,32 @@ class Part:
 
     def __init__(self, name: str, module: nn.Module, settings: Settings, rate: float = 1.0) -> None:
         self.name, self.module, self.settings = name, module.to(settings.device), settings
-        self.rate = settings.learning_rate * rate
-        matrices = [p for p in module.parameters() if p.ndim > 1]
-        vectors = [p for p in module.parameters() if p.ndim == 1]
+        by_kind: dict[str, list[nn.Parameter]] = {
+            k: [] for k in ("heads", "inner", "table", "vector")
+        }
+        for key, parameter in module.named_parameters():
+            by_kind[kind_of(key)].append(parameter)
+        if settings.optimizer == "adamw":
+            by_kind["table"] += by_kind.pop("heads") + by_kind.pop("inner")
         groups = [
-            {"params": matrices, "weight_decay": 0.05},
-            {"params": vectors, "weight_decay": 0.0},
+            {"params": by_kind["table"], "weight_decay": 0.05},
+            {"params": by_kind["vector"], "weight_decay": 0.0},
         ]
-        self.optimizer = torch.optim.AdamW(
-            groups, lr=self.rate, betas=(0.9, 0.95), fused=settings.device != "cpu"
-        )
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(
+                [g for g in groups if g["params"]],
+                lr=settings.learning_rate * rate,
+                betas=(0.9, 0.95),
+                fused=settings.device != "cpu",
+            )
+        ]
+        if settings.optimizer == "muon":
+            groups = [
+                {"params": by_kind["heads"], "rows": module.config.head_dim},
+                {"params": by_kind["inner"]},
+            ]
+            self.optimizers.append(Muon(groups, lr=settings.muon_rate, weight_decay=0.01))
+        self.rates = [[g["lr"] for g in o.param_groups] for o in self.optimizers]
 
     def loss(self, batch: "Tensors", done: float) -> tuple[Tensor, Tensor]:
         """Return the mean loss of learnt tokens, and what is to be minimised beside it."""
@@ -83,14 +106,23 @@ class Part:
         if state_path.exists():
             state = torch.load(state_path, weights_only=True, map_location=self.settings.device)
             self.module.load_state_dict(state["module"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(kept)
             losses, steps = state["losses"], state["steps"]
             self.settings.say(part=self.name, resumed_at=len(losses), steps=steps)
         begin = saved = timed = time.perf_counter()
-        source = self.settings.source.batches(len(losses))
+        source, waited = self.settings.source.batches(len(losses)), 0.0
         while steps is None or len(losses) < steps:
             step = len(losses)
-            losses.append(self._step(step, steps, next(source)))
+            asked = time.perf_counter()
+            drawn = next(source)
+            waited += time.perf_counter() - asked
+            if step == SKIPPED_STEPS // 2 and self.settings.profile is not None:
+                profile(
+                    lambda n=step, b=drawn: self._step(n, None, b),
+                    self.settings.profile.with_suffix(f".{self.name}.txt"),
+                )
+            losses.append(self._step(step, steps, drawn))
             now = time.perf_counter()
             if step + 1 == SKIPPED_STEPS:
                 self._wait()
@@ -99,7 +131,7 @@ class Part:
                 self._wait()
                 each = (time.perf_counter() - timed) / TIMED_STEPS
                 left = seconds - (time.perf_counter() - begin)
-                steps = max(step + 2, step + 1 + int(left / each))
+                steps = max(step + 2, step + 1 + int(0.97 * left / each))
                 self.settings.say(part=self.name, seconds_per_step=round(each, 4), steps=steps)
             if step % 100 == 0 or len(losses) == steps:
                 self.settings.say(
@@ -107,6 +139,7 @@ class Part:
                     step=step,
                     loss=round(float(losses[-1]), 4),
                     s=round(now - begin, 1),
+                    waited_for_data=round(waited, 1),
                 )
             if now - saved > SAVE_SECONDS and steps is not None:
                 saved = now
@@ -124,17 +157,19 @@ class Part:
         # While the rate is being timed the number of steps is not known; the schedule is flat there anyway.
         done = step / steps if steps else 0.0
         factor = min(1.0, (step + 1) / self.settings.warmup) * (
-            0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done))
+            0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done))
         )
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.rate * factor
+        for optimizer, rates in zip(self.optimizers, self.rates, strict=True):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * factor
         batch = Tensors(drawn, self.settings.device)
         with torch.autocast("cuda", torch.bfloat16, enabled=self.settings.device != "cpu"):
             loss, beside = self.loss(batch, done)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.module.zero_grad(set_to_none=True)
         (loss + beside).backward()
         nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         return loss.detach()
 
     def _wait(self) -> None:
@@ -144,7 +179,7 @@ class Part:
     def _save(self, path: Path, losses: list, steps: int) -> None:
         state = {
             "module": self.module.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizers": [o.state_dict() for o in self.optimizers],
             "losses": [float(x) for x in losses],
             "steps": steps,
         }
@@ -216,49 +251,80 @@ class MtpPart(Part):
         return mean_loss(logits, batch.next_two), logits.new_zeros(())
 
 
-def choose_attention(device: str, wanted: str, shape: tuple[int, int]) -> str:
-    """Return flex or plain; `auto` tries flex against plain on this device and says what it found."""
-    if wanted != "auto":
-        return wanted
-    if device == "cpu":
-        return "plain"
-    try:
-        error = attention_difference(device, shape)
-    except Exception as problem:  # noqa: BLE001 - whatever the compiler raises, plain attention works
-        print(json.dumps({"attention": "plain", "flex_failed": str(problem)[:500]}), flush=True)
-        return "plain"
-    # bf16 leaves about 1 % in gradients that are sums of many terms; a wrong mask or sink leaves half of everything.
-    chosen = "flex" if error < 0.1 else "plain"
-    print(json.dumps({"attention": chosen, "flex_error": error}), flush=True)
-    return chosen
+def profile(step: Callable[[], object], path: Path) -> None:
+    """Write the times of the kernels of a step, which is taken more than once (the run differs from one without)."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    begin = time.perf_counter()
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(3):
+            step()
+        host = time.perf_counter() - begin
+        torch.cuda.synchronize()
+        both = time.perf_counter() - begin
+    table = profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=45)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"3 steps: host {host:.4f} s, with device {both:.4f} s\n{table}\n")
 
 
-def attention_difference(device: str, shape: tuple[int, int]) -> float:
-    """Return the largest relative difference of outputs and gradients, flex compiled in bf16 against plain float32.
+def kind_of(name: str) -> str:
+    """Return who trains a parameter: Muon by heads or as it is, or AdamW with weight decay (table) or without."""
+    name = name.rsplit(".", 1)[-1]
+    if name == "qkv_proj":
+        return "heads"
+    if name in ("o_proj", "gate_up_proj", "down_proj", "proj"):
+        return "inner"
+    return "table" if name in ("embed_tokens", "lm_head", "router") else "vector"
 
-    `shape`: rows and tokens as in training, so that what is compiled here serves there.
+
+def choose_tools(model: TrainableGptOss, wanted: str, device: str, shape: tuple[int, int]) -> Tools:
+    """Return the fastest tools that work on this device; says what was found. `auto` tries one after the other."""
+    for kind in ("block", "parts") if wanted == "auto" else (wanted,):
+        begin = time.perf_counter()
+        tools = compiled(kind)
+        try:
+            error = layers_difference(model, tools, device, shape)
+        except Exception as problem:  # noqa: BLE001 - whatever the compiler raises, the next kind may work
+            print(json.dumps({"tools": kind, "failed": str(problem)[:2000]}), flush=True)
+            continue
+        seconds = round(time.perf_counter() - begin, 1)
+        print(json.dumps({"tools": kind, "error": error, "s": seconds}), flush=True)
+        # bf16 leaves about 1 % in gradients that are sums of many terms; a wrong mask or sink leaves half of all.
+        if error < 0.15:
+            return tools
+    return compiled("plain")
+
+
+def layers_difference(
+    model: TrainableGptOss, tools: Tools, device: str, shape: tuple[int, int]
+) -> float:
+    """Return the largest relative difference of a window and a full layer to plain attention as written.
+
+    Outputs and gradients. `shape`: rows and tokens as in training, so that what is compiled here serves there.
     """
-    from trainable import attend_flex, attend_plain, block_mask
-
-    tools = compiled("flex")
+    rows, tokens = shape
     generator = torch.Generator(device).manual_seed(1)
-    worst = 0.0
-    for window in (128, None):
-        rows, tokens = shape
-        shapes = [*((rows, heads, tokens, 64) for heads in (8, 2, 2)), (8,)]
-        exact = [
-            torch.randn(s, generator=generator, device=device).requires_grad_() for s in shapes
-        ]
-        docs = (torch.arange(tokens, device=device) // 300).int().expand(rows, -1).contiguous()
-        rough = [x.detach().bfloat16().requires_grad_() for x in exact[:3]]
-        rough.append(exact[3].detach().requires_grad_())
-        a = attend_plain(*exact, docs, window)
-        b = attend_flex(tools.flex, *rough, block_mask(docs, window))
-        probe = torch.randn(a.shape, generator=generator, device=device)
-        (a * probe).sum().backward()
-        (b.float() * probe).sum().backward()
-        pairs = [(a, b), *((x.grad, y.grad) for x, y in zip(exact, rough, strict=True))]
-        worst = max(worst, *(float((x - y).norm() / x.norm()) for x, y in pairs))
+    place = torch.arange(tokens, device=device)
+    docs = (place // 300).int().expand(rows, -1).contiguous()
+    positions = (place % 300).expand(rows, -1)
+    x = torch.randn(rows, tokens, model.config.hidden_size, generator=generator, device=device)
+    probe = torch.randn(x.shape, generator=generator, device=device)
+    kept, worst = model.tools, 0.0
+    for layer in model.layers[:2]:
+        found: list[list[Tensor]] = []
+        for tried in (Tools(), tools):
+            model.tools = tried
+            model.zero_grad(set_to_none=True)
+            entering = x.clone().requires_grad_()
+            with torch.autocast("cuda", torch.bfloat16, enabled=device != "cpu"):
+                out, _ = layer(entering, model.rows(positions, docs), tried, True)
+            (out * probe).sum().backward()
+            grads = [p.grad.clone() for p in layer.parameters()]
+            # Without the stream that passes by, which would hide the rest.
+            found.append([out.detach() - x, entering.grad - probe, *grads])
+        pairs = zip(*found, strict=True)
+        worst = max(worst, *(float((a - b).norm() / (a.norm() + 1e-9)) for a, b in pairs))
+    model.tools = kept
+    model.zero_grad(set_to_none=True)
     return worst
 
 
@@ -295,17 +361,20 @@ def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
         "--steps", type=int, nargs=3, default=None, metavar=("MODEL", "MTP", "DRAFT")
     )
     parser.add_argument("--size", default="large", choices=("large", "trial"))
-    parser.add_argument(
-        "--short", type=int, nargs=2, default=(32, 1024), metavar=("ROWS", "TOKENS")
-    )
-    parser.add_argument("--long", type=int, nargs=2, default=(8, 4096), metavar=("ROWS", "TOKENS"))
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--batch", type=int, nargs=2, default=(8, 4096), metavar=("ROWS", "TOKENS"))
+    parser.add_argument("--long-every", type=int, default=5, help="rows of which one is long")
+    parser.add_argument("--long-from", type=int, default=300, help="step from which rows are long")
+    parser.add_argument("--optimizer", default="muon", choices=("muon", "adamw"))
+    parser.add_argument("--muon-lr", type=float, default=0.02)
+    parser.add_argument("--lr", type=float, default=2e-3, help="of AdamW")
     parser.add_argument("--warmup", type=int, default=150, help="steps")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--attention", default="auto", choices=("auto", "flex", "plain"))
-    parser.add_argument("--no-compile", action="store_true", help="run every function as written")
+    parser.add_argument(
+        "--compile", default="auto", choices=("auto", "block", "parts", "plain", "none")
+    )
     parser.add_argument("--workers", type=int, default=14, help="processes that draw data; 0: none")
+    parser.add_argument("--profile", type=Path, help="write the times of one step's kernels")
     parser.add_argument("--scored", type=int, default=40, help="held-out questions per task")
     root = Path(__file__).resolve().parent
     parser.add_argument("--tokenizer", type=Path, default=root / "tokenizer.json")
@@ -321,19 +390,21 @@ def main(words: list[str] | None = None) -> None:
     begin = time.perf_counter()
     device = arguments.device
     torch.set_float32_matmul_precision("high")
-    tools = Tools()
-    if not arguments.no_compile and device != "cpu":
-        tools = compiled(choose_attention(device, arguments.attention, tuple(arguments.short)))
     path = arguments.tokenizer.resolve()
-    plan = Plan(path, arguments.seed, tuple(arguments.short), tuple(arguments.long))
+    plan = Plan(
+        path, arguments.seed, tuple(arguments.batch), arguments.long_every, arguments.long_from
+    )
+    source = Source(plan, arguments.workers)  # before the device is touched: it forks
     settings = Settings(
         device=device,
         seed=arguments.seed,
         work=arguments.work,
-        source=Source(plan, arguments.workers),
-        tools=tools,
+        source=source,
+        optimizer=arguments.optimizer,
         learning_rate=arguments.lr,
+        muon_rate=arguments.muon_lr,
         warmup=arguments.warmup,
+        profile=arguments.profile,
     )
     tokenizer = FolderTokenizer(path)
     eos = tuple(tokenizer.control_id(f"<|{n}|>") for n in ("return", "endoftext", "call"))
@@ -341,8 +412,10 @@ def main(words: list[str] | None = None) -> None:
     draft_size = "draft" if arguments.size == "large" else "trial"
     draft_config = model_config(draft_size, tokenizer.vocab_size, eos)
     torch.manual_seed(arguments.seed)
-    model = TrainableGptOss(config, tools)
-    mtp, draft = MtpHead(config), TrainableGptOss(draft_config, tools)
+    model, mtp, draft = TrainableGptOss(config), MtpHead(config), TrainableGptOss(draft_config)
+    if arguments.compile != "none" and device != "cpu":
+        tools = choose_tools(model.to(device), arguments.compile, device, tuple(arguments.batch))
+        model.tools = draft.tools = tools
     settings.say(
         device=torch.cuda.get_device_name() if device != "cpu" else "cpu",
         torch=torch.__version__,

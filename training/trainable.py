@@ -63,18 +63,26 @@ class Tools:
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate
     activate: Callable[[Tensor, Tensor, float, float], Tensor] = activate
     flex: Callable | None = None
-    """Compiled flex_attention; None: plain attention."""
+    """flex_attention, compiled by itself or within `body`; None: plain attention."""
+    body: Callable | None = None
+    """Block.body compiled whole; None: as written."""
 
 
-def compiled(attention: str) -> Tools:
-    """Return tools for a GPU; `attention`: flex or plain."""
+def compiled(kind: str) -> Tools:
+    """Return tools for a GPU; `kind`: block (layers compiled whole), parts (inner functions) or plain (no flex)."""
+    from torch.nn.attention.flex_attention import flex_attention
+
     # Few shapes come, each compiled once; the default of 8 would be passed and then run uncompiled.
     torch._dynamo.config.recompile_limit = 64
+    if kind == "block":
+        return Tools(
+            rounding=torch.compile(rounding_to_mxfp4, dynamic=False),
+            flex=flex_attention,
+            body=torch.compile(Block.body, dynamic=False),
+        )
     functions = (rounding_to_mxfp4, norm, rotate, activate)
     tools = Tools(*(torch.compile(f, dynamic=False) for f in functions))
-    if attention == "flex":
-        from torch.nn.attention.flex_attention import flex_attention
-
+    if kind == "parts":
         tools.flex = torch.compile(flex_attention, dynamic=False)
     return tools
 
@@ -83,13 +91,18 @@ def compiled(attention: str) -> Tools:
 class Rows:
     """What all layers need of a batch of rows.
 
-    Shapes   cos, sin [B, 1, T, d / 2];  docs [B, T];  block_masks: by window, of flex attention
+    Shapes   cos, sin [B, 1, T, d / 2];  docs [B, T];  block_masks: of flex, by window; block_mask: one layer's
     """
 
     cos: Tensor
     sin: Tensor
     docs: Tensor
     block_masks: dict[int | None, object]
+    block_mask: object = None
+
+    def of(self, window: int | None) -> "Rows":
+        """Return what one layer needs."""
+        return Rows(self.cos, self.sin, self.docs, {}, self.block_masks.get(window))
 
 
 def attend_plain(
@@ -143,15 +156,34 @@ def attend_flex(
 
 
 def block_mask(docs: Tensor, window: int | None) -> object:
-    """Return flex attention's mask for causal attention within documents and a window."""
-    from torch.nn.attention.flex_attention import create_block_mask
+    """Return flex attention's mask for causal attention within documents and a window.
 
-    def seen(b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        inside = (q >= k) & (docs[b, q] == docs[b, k])
-        return inside if window is None else inside & (q - k < window)
+    Documents stand in order in a row, so which blocks of 128 x 128 are needed follows from their first and last tokens:
+    [B, C, C] comparisons and not [B, T, T].
+    """
+    from torch.nn.attention.flex_attention import BlockMask
 
     batch, tokens = docs.shape
-    return create_block_mask(seen, batch, None, tokens, tokens, device=docs.device)
+    # By tensor, not by number: window and full layers then share what is compiled.
+    reach = torch.full((batch,), window or tokens, dtype=torch.int32, device=docs.device)
+
+    def seen(b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (docs[b, q] == docs[b, k]) & (q - k < reach[b])
+
+    first, last = docs[:, ::CHUNK], docs[:, CHUNK - 1 :: CHUNK]
+    if last.shape[1] < first.shape[1]:
+        last = torch.cat([last, docs[:, -1:]], 1)
+    chunk = torch.arange(first.shape[1], device=docs.device)
+    apart = chunk[:, None] - chunk[None, :]
+    nearest = (
+        apart - 1
+    ) * CHUNK + 1  # between the first query of one and the last key of the other
+    needed = (apart >= 0) & (nearest < (window or tokens)) & (last[:, None, :] >= first[:, :, None])
+    number = needed.sum(-1, dtype=torch.int32)[:, None]
+    order = needed.int().argsort(dim=-1, descending=True, stable=True).int()[:, None]
+    return BlockMask.from_kv_blocks(
+        number, order, BLOCK_SIZE=CHUNK, mask_mod=seen, seq_lengths=(tokens, tokens)
+    )
 
 
 class Block(nn.Module):
@@ -186,10 +218,20 @@ class Block(nn.Module):
         self, x: Tensor, rows: Rows, tools: Tools, is_rounded: bool
     ) -> tuple[Tensor, Tensor]:
         """Return the stream [B, T, D] and a penalty on uneven use of the experts."""
+        gate_up, down = self.gate_up_proj, self.down_proj
+        if is_rounded:
+            gate_up = gate_up + tools.rounding(gate_up.detach())
+            down = down + tools.rounding(down.detach())
+        return (tools.body or Block.body)(self, x, rows.of(self.window), tools, gate_up, down)
+
+    def body(
+        self, x: Tensor, rows: Rows, tools: Tools, gate_up: Tensor, down: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """All but the rounding: the same graph before and after rounding sets in."""
         eps = self.config.rms_norm_eps
         x = x + self.attend(tools.norm(x, self.input_layernorm, eps), rows, tools)
         h = tools.norm(x, self.post_attention_layernorm, eps).flatten(0, 1)
-        added, penalty = self.experts(h, tools, is_rounded)
+        added, penalty = self.experts(h, tools, gate_up, down)
         return x + added.view_as(x), penalty
 
     def attend(self, x: Tensor, rows: Rows, tools: Tools) -> Tensor:
@@ -201,20 +243,17 @@ class Block(nn.Module):
         if tools.flex is None:
             out = attend_plain(q, k, v, self.sinks, rows.docs, self.window)
         else:
-            mask = rows.block_masks[self.window]
-            out = attend_flex(tools.flex, q, k, v.contiguous(), self.sinks, mask)
+            out = attend_flex(tools.flex, q, k, v.contiguous(), self.sinks, rows.block_mask)
         return linear(out.transpose(1, 2).flatten(2), self.o_proj, self.o_bias)
 
-    def experts(self, h: Tensor, tools: Tools, is_rounded: bool) -> tuple[Tensor, Tensor]:
+    def experts(
+        self, h: Tensor, tools: Tools, gate_up: Tensor, down: Tensor
+    ) -> tuple[Tensor, Tensor]:
         c = self.config
         with torch.autocast(h.device.type, enabled=False):
             logits = linear(h, self.router, self.router_bias)
         best, chosen = logits.topk(c.experts_per_token, dim=-1)
         weight = torch.zeros_like(logits).scatter(-1, chosen, best.softmax(-1))
-        gate_up, down = self.gate_up_proj, self.down_proj
-        if is_rounded:
-            gate_up = gate_up + tools.rounding(gate_up.detach())
-            down = down + tools.rounding(down.detach())
         # One product for all experts, [R, D] x [D, E 2I], and one for their weighted sum, [R, E I] x [E I, D].
         up = linear(h, gate_up.flatten(0, 1), self.gate_up_bias.flatten())
         up = up.unflatten(-1, (c.num_experts, -1))

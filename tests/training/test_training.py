@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import english
+import muon
 import numpy as np
 import packing
 import pytest
@@ -123,6 +124,59 @@ def test_flex_attention_gives_what_plain_attention_gives(window):
     torch.testing.assert_close(plain, flex, atol=2e-5, rtol=1e-4)  # float32 sums in another order
 
 
+@pytest.mark.parametrize("window", [128, 100, None])
+def test_the_mask_names_every_block_that_holds_something_seen_and_no_other(window):
+    ends = torch.tensor([100, 128, 390, 391, 1000])
+    place = torch.arange(1000)
+    docs = (place[:, None] >= ends).sum(1).int()
+    mask = trainable.block_mask(docs[None], window).to_dense()[0, 0].bool()
+    far = place[:, None] - place[None, :]
+    seen = (far >= 0) & (far < (window or 1000)) & (docs[:, None] == docs[None, :])
+    padded = torch.nn.functional.pad(seen, (0, 24, 0, 24))
+    assert torch.equal(mask, padded.view(8, 128, 8, 128).any(3).any(1))
+
+
+def test_a_layer_compiled_whole_is_one_graph_for_window_and_full_layers():
+    """As on a GPU, but for the kernels, which cannot be made for a CPU."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    model = _model(dtype=torch.float32)
+    body = torch.compile(trainable.Block.body, backend="aot_eager", dynamic=False, fullgraph=True)
+    place = torch.arange(256)
+    docs = (place >= 170).int()[None]
+    x = torch.randn(1, 256, 64, generator=torch.Generator().manual_seed(5))
+    torch._dynamo.utils.counters.clear()
+    with torch.no_grad():
+        wanted, found = x, x
+        for tools in (trainable.Tools(), trainable.Tools(flex=flex_attention, body=body)):
+            model.tools, out = tools, x
+            for layer in model.layers:
+                out, _ = layer(out, model.rows(place[None], docs), tools, True)
+            wanted, found = found, out
+    torch.testing.assert_close(wanted, found, atol=1e-4, rtol=1e-4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_muon_moves_every_direction_of_a_matrix_alike():
+    generator = torch.Generator().manual_seed(6)
+    for rows, columns in ((48, 96), (96, 48)):
+        spread = torch.logspace(0, -1, columns)
+        x = torch.randn(3, rows, columns, generator=generator) * spread
+        values = torch.linalg.svdvals(muon.orthogonal(x).float())
+        assert values.max() < 1.3
+        assert values.min() > 0.5
+    heads = torch.nn.Parameter(torch.zeros(4 * 64, 96))
+    whole = torch.nn.Parameter(torch.zeros(2, 96, 48))
+    optimizer = muon.Muon([{"params": [heads], "rows": 64}, {"params": [whole]}], lr=0.1)
+    heads.grad = torch.randn(heads.shape, generator=generator)
+    heads.grad[:64] *= 1e-3
+    whole.grad = torch.randn(whole.shape, generator=generator)
+    optimizer.step()
+    norms = heads.detach().view(4, 64, 96).flatten(1).norm(dim=1)
+    assert norms.max() < 1.2 * norms.min(), "a head with small gradients moves as far as the others"
+    assert (whole.detach() * whole.grad).sum() < 0
+
+
 def test_rounding_in_training_is_the_rounding_of_the_checkpoint():
     generator = torch.Generator().manual_seed(3)
     w = torch.randn(64, 96, generator=generator) * torch.logspace(-3, 3, 64)[:, None]
@@ -183,8 +237,8 @@ def test_sizes_keep_the_promises_of_the_page():
 
 def test_rows_hold_whole_documents_and_learn_answers_only():
     text = packing.Text(TOKENIZER)
-    batch = packing.batch(TOKENIZER, "short", (2, 700), "x")
-    again = packing.batch(TOKENIZER, "short", (2, 700), "x")
+    batch = packing.batch(TOKENIZER, ["short"] * 2, 700, "x")
+    again = packing.batch(TOKENIZER, ["short"] * 2, 700, "x")
     assert np.array_equal(batch.tokens, again.tokens)
     assert batch.tokens.shape == (2, 701)
     shown = [text.tokenizer.token_bytes(int(t)) for t in batch.tokens[0]]
@@ -215,7 +269,7 @@ def test_long_rows_ask_for_what_stands_more_than_2000_tokens_back():
 
 
 def test_a_long_row_asks_about_its_notes_more_than_once():
-    batch = packing.batch(TOKENIZER, "long", (1, 4096), "x")
+    batch = packing.batch(TOKENIZER, ["long"], 4096, "x")
     text = packing._text(TOKENIZER)
     first_document = batch.docs[0] == 0
     learnt = first_document & (batch.is_learnt[0] > 0)
@@ -237,7 +291,7 @@ def test_digits_and_capitals_are_tokens_of_their_own():
     assert tokenizer.vocab_size == 3072
 
 
-SHORT = "--size trial --short 1 384 --long 1 256 --workers 0 --scored 1 --device cpu --lr 0.01 --warmup 4"
+SHORT = "--size trial --batch 1 384 --long-from 0 --workers 0 --scored 1 --device cpu --lr 0.01 --warmup 4"
 
 
 @pytest.fixture(scope="module")
@@ -290,10 +344,10 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_losses(trained, tmp_path):
     losses = []
     for steps in (6, None):  # None: the number of the state
         torch.manual_seed(arguments.seed)
-        plan = packing.Plan(TOKENIZER, arguments.seed, (1, 384), (1, 256))
+        plan = packing.Plan(TOKENIZER, arguments.seed, (1, 384))
         settings = train.Settings(
             device="cpu", seed=7, work=tmp_path, source=packing.Source(plan, 0),
-            tools=trainable.Tools(), learning_rate=0.01, warmup=4,
+            optimizer="muon", learning_rate=0.01, muon_rate=0.02, warmup=4,
         )  # fmt: skip
         eos = tuple(tokenizer.control_id(f"<|{n}|>") for n in ("return", "endoftext", "call"))
         model = trainable.TrainableGptOss(sizes.model_config("trial", 3072, eos))
