@@ -160,9 +160,12 @@ def test_a_client_that_leaves_frees_the_engine(scripted, stream):
         assert short.status_code == 200
 
 
-def test_a_killed_engine_ends_streams_turns_health_red_and_ends_the_server(scripted):
+def test_without_restarts_a_killed_engine_ends_streams_turns_health_red_and_ends_the_server(
+    scripted,
+):
     text = "<|channel|>final<|message|>" + "word " * 4000
-    with scripted([{"text": text, "delay_ms": 10}], "--linger-s", "2") as server:
+    options = ("--linger-s", "2", "--max-engine-restarts", "0")
+    with scripted([{"text": text, "delay_ms": 10}], *options) as server:
         with server.http.stream(
             "POST", "/v1/chat/completions", json={**CHAT, "stream": True}
         ) as response:

@@ -43,6 +43,9 @@ class FakeEngine:
     def close(self) -> None:
         self.is_closed = True
 
+    def drop(self) -> None:
+        self.is_closed = True
+
     def _put(self, events: list[FromEngine]) -> None:
         if not self.is_ready:
             events = [_loading(e) if isinstance(e, EngineStatus) else e for e in events]

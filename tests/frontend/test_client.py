@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
+import msgspec
 import pytest
 
 from fakes import engine as fake_engine
@@ -149,3 +150,132 @@ def test_a_request_over_the_real_channel():
         stop.set()
         thread.join()
         pair.close()
+
+
+def _engine(**fields):
+    return fake_engine.FakeEngine(ScriptLine(tokens=[7, 8, 9], **fields))
+
+
+async def _supervised(engine):
+    client = EngineClient(is_supervised=True)
+    await client.start()
+    client.attach(engine)
+    while not client.is_ready:
+        await asyncio.sleep(0.001)
+    return client
+
+
+async def _read(client, *names):
+    async with client.submit(*map(_request, names)) as events:
+        return [event async for event in events]
+
+
+@pytest.mark.parametrize("is_poison", [False, True])
+def test_what_was_not_begun_goes_to_the_next_engine_once(is_poison):
+    async def scenario():
+        client = await _supervised(_engine(delay_ms=60_000))
+        reader = asyncio.create_task(_read(client, "a", "b"))
+        await asyncio.sleep(0.01)
+        client.mark_dead("killed")
+        assert client.problem() == "killed"
+        await asyncio.sleep(0.01)
+        assert not reader.done()
+        second = _engine(delay_ms=60_000 if is_poison else 0)
+        client.attach(second)
+        assert "started again" in (client.problem() or "")
+        while not client.is_ready:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)
+        assert [r.request_id for r in second.requests] == ["a", "b"]
+        if is_poison:
+            client.mark_dead("killed again")
+        events = await reader
+        if is_poison:
+            assert [e.code for e in events] == ["engine_unavailable"] * 2
+            assert "killed again" in events[0].message
+        else:
+            tokens = [t for e in events if isinstance(e, TokensEvent) for t in e.token_ids]
+            assert sorted(tokens) == [7, 7, 8, 8, 9, 9]
+        assert client.num_open == 0
+        await client.close()
+
+    _run(scenario)
+
+
+def test_what_had_begun_is_not_sent_again():
+    async def scenario():
+        client = await _supervised(_engine(delay_ms=20))
+        reader = asyncio.create_task(_read(client, "a"))
+        await asyncio.sleep(0.03)
+        client.mark_dead("killed")
+        *_, last = await reader
+        assert last.code == "engine_failed"
+        second = _engine()
+        client.attach(second)
+        while not client.is_ready:
+            await asyncio.sleep(0.001)
+        assert second.requests == []
+        await client.close()
+
+    _run(scenario)
+
+
+def test_nobody_waits_for_ever_for_the_next_engine(monkeypatch):
+    monkeypatch.setattr("rose.frontend.client.AGAIN_SECONDS", 0.2)
+
+    async def scenario():
+        client = await _supervised(_engine(delay_ms=60_000))
+        reader = asyncio.create_task(_read(client, "a"))
+        await asyncio.sleep(0.01)
+        client.mark_dead("killed")
+        [error] = await asyncio.wait_for(reader, 1)
+        assert error.code == "engine_unavailable"
+        await client.close()
+
+    _run(scenario)
+
+
+def test_a_client_that_leaves_while_its_request_is_held_is_forgotten():
+    async def scenario():
+        client = await _supervised(_engine(delay_ms=60_000))
+        reader = asyncio.create_task(_read(client, "a"))
+        await asyncio.sleep(0.01)
+        client.mark_dead("killed")
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
+        assert client.num_open == 0
+        second = _engine()
+        client.attach(second)
+        while not client.is_ready:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)
+        assert second.requests == []
+        await client.close()
+
+    _run(scenario)
+
+
+def test_a_long_step_is_no_hang_and_a_draining_server_takes_nothing():
+    async def scenario():
+        engine = _engine()
+        client = EngineClient(engine, timeout_s=0.1)
+        await _ready(client)
+
+        async def silent():
+            await asyncio.sleep(60)
+            return []
+
+        assert client.status is not None
+        client.status = msgspec.structs.replace(client.status, step_bound_s=10.0)
+        engine.receive = silent
+        await asyncio.sleep(0.4)
+        assert client.hang() is None
+        client.status = msgspec.structs.replace(client.status, step_bound_s=0.01)
+        assert "no progress" in (client.hang() or "")
+        client.drain()
+        assert not client.is_ready
+        with pytest.raises(RequestError, match="shutting down"):
+            client.submit(_request("b"))
+        await client.close()
+
+    _run(scenario)

@@ -181,6 +181,40 @@ def test_a_failing_step_answers_every_request_and_ends_the_service():
     asyncio.run(run())
 
 
+def test_a_failing_step_tells_who_had_begun_from_who_can_be_asked_again():
+    class FailingLate(SlowModel):
+        def forward(self, token_ids_T, context):
+            if self.num_calls > 40:
+                raise RuntimeError("device lost")
+            return super().forward(token_ids_T, context)
+
+    async def run():
+        async with _service(FailingLate()) as service:
+            for name in "abcdefghi":  # the service runs eight at a time
+                await service.frontend.send(_request(name, [1], 500))
+            events = await service.events_until(_ends("i"))
+        codes = {e.request_id: e.code for e in events if isinstance(e, ErrorEvent)}
+        assert codes == dict.fromkeys("abcdefgh", "engine_failed") | {"i": "engine_unavailable"}
+
+    asyncio.run(run())
+
+
+def test_the_start_of_a_long_step_is_told_with_its_bound():
+    async def run():
+        async with _service(SlowModel()) as service:
+            service.engine.clock.token_s = 0.02
+            await service.frontend.send(_request("a", [1] * 50, 3))
+            events = await service.events_until(_is_tokens)
+            bounds = [e.step_bound_s for e in events if isinstance(e, EngineStatus)]
+            assert max(bounds) >= 50 * 0.02
+            events = await service.events_until(_ends("a"))
+            while not (isinstance(events[-1], EngineStatus) and events[-1].num_running == 0):
+                events += await service.frontend.receive()
+            assert events[-1].step_bound_s == 0.0
+
+    asyncio.run(run())
+
+
 def test_requests_of_a_frontend_that_is_gone_are_dropped():
     async def run():
         async with _service(SlowModel()) as service:

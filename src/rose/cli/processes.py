@@ -37,9 +37,13 @@ class EngineProcess:
         try:
             await asyncio.wait_for(asyncio.shield(self.death), STOP_SECONDS)
         except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            await self.death
+            await self.kill()
+
+    async def kill(self) -> None:
+        """End the process now; one that was stopped or hangs takes no other signal."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        await asyncio.shield(self.death)
 
     async def _wait(self) -> str:
         code = await self._process.wait()

@@ -12,6 +12,7 @@ WORDS = {
     "listening": "listening on",
     "loading": "loading:",
     "ready": "ready:",
+    "restarting": "engine lost:",
     "stopping": "stopping:",
     "failed": "error:",
 }

@@ -15,7 +15,7 @@ import click
 import msgspec
 
 from rose.cli.options import given_values, tree_options
-from rose.cli.processes import engine_process, private_folder
+from rose.cli.processes import private_folder
 from rose.cli.progress import Announcer
 from rose.config import cli as config_cli
 from rose.config.cli import build
@@ -144,6 +144,7 @@ def run(launch: Launch, config: FrontendConfig) -> int:
 
 
 async def _run(launch: Launch, config: FrontendConfig, announcer: Announcer) -> int:
+    from rose.cli.supervisor import Supervisor
     from rose.frontend.formatters.registry import build_formatter
     from rose.frontend.jobs import Formatters
     from rose.frontend.main import Frontend
@@ -154,19 +155,22 @@ async def _run(launch: Launch, config: FrontendConfig, announcer: Announcer) -> 
     formatters = Formatters(
         chat=build_formatter(config.formatter, tokenizer), text=build_formatter("plain", tokenizer)
     )
+    frontend = Frontend(
+        config,
+        formatters=formatters,
+        model_names=launch.model_names,
+        announce=announcer,
+    )
     with private_folder() as folder:
-        address = f"ipc://{folder}/engine"
-        frontend = Frontend(
-            config,
-            address=address,
-            formatters=formatters,
-            model_names=launch.model_names,
+        supervisor = Supervisor(
+            launch.command,
+            folder,
+            max_restarts=config.max_engine_restarts,
             announce=announcer,
         )
-        async with engine_process(launch.command(address, folder)) as engine:
-            code = await frontend.run(engine.death)
-            # An engine that refused its configuration has said why; its exit code is ours.
-            return EXIT_USER_ERROR if engine.exit_code == EXIT_USER_ERROR else code
+        code = await frontend.run(supervisor.keep)
+        # An engine that refused its configuration has said why; its exit code is ours.
+        return EXIT_USER_ERROR if supervisor.exit_code == EXIT_USER_ERROR else code
 
 
 def _checked(frontend_values: dict, engine_values: dict) -> FrontendConfig:

@@ -19,6 +19,7 @@ from rose.config.engine import EngineConfig
 from rose.decoders.base import Decoder, step
 from rose.decoders.build import BuiltDecoder, build_decoder, load_decoder
 from rose.engine.admission import duplicate_id, queue_full, refusal
+from rose.engine.clock import StepClock
 from rose.engine.commit import commit, finished
 from rose.engine.metrics import Counters
 from rose.engine.scheduler import Scheduler
@@ -33,10 +34,13 @@ from rose.protocol.event import (
     TokensEvent,
 )
 from rose.protocol.request import Request
-from rose.runtime.plan import StepResult
+from rose.protocol.sampling_params import SamplingParams
+from rose.runtime.plan import StepPlan, StepResult
 from rose.utils.device import detect
 from rose.utils.errors import RoseError
 from rose.utils.log import get_logger
+
+MEASURED_TOKENS = 63
 
 _logger = get_logger(__name__)
 
@@ -82,6 +86,9 @@ class LLMEngine:
         self.decoder = decoder
         self.limits = limits
         self.counters = Counters()
+        self.clock = StepClock()
+        self.on_begin: Callable[[], None] = _do_nothing
+        """Called when a step is about to be launched; `clock.bound_s` says how long that may take."""
         self.step = self._step_overlapped if is_overlapped else self._step_in_turn
         """Run one step and return its events; without work it returns none."""
         self._sequences: dict[str, Sequence] = {}
@@ -185,6 +192,26 @@ class LLMEngine:
         """Return the ids of all requests that have not ended, waiting ones included."""
         return list(self._sequences)
 
+    def has_begun(self, request_id: str) -> bool:
+        """Whether tokens of a running request have been given out."""
+        return self._sequences[request_id].num_output_tokens > 0
+
+    def measure_steps(self) -> None:
+        """Run a short request so that `clock` knows this machine; counts nothing and leaves no page behind."""
+        num_tokens = min(
+            MEASURED_TOKENS, self.table.layout.page_tokens - 1, self.table.max_tokens - 4
+        )
+        sampling = SamplingParams(temperature=0.0)
+        request = Request(
+            request_id="measure",
+            prompt_token_ids=[0] * max(1, num_tokens),
+            max_tokens=4,
+            sampling=sampling,
+            cache_salt="measure",
+        )
+        self.generate([request])
+        self.counters = Counters()
+
     def status(self, detail: str = "", *, is_ready: bool = True) -> EngineStatus:
         """Return the engine's state for the frontend."""
         return EngineStatus(
@@ -202,6 +229,7 @@ class LLMEngine:
             num_prompt_tokens=self.counters.num_prompt_tokens,
             num_cached_tokens=self.scheduler.num_cached_tokens,
             num_output_tokens=self.counters.num_output_tokens,
+            step_bound_s=self.clock.bound_s,
             detail=detail,
         )
 
@@ -226,7 +254,7 @@ class LLMEngine:
         plan = self.scheduler.schedule()
         if plan is None:
             return []
-        self.counters.count_step(plan)
+        self._begin(plan)
         return self._commit(step(self.decoder, plan))
 
     def _step_overlapped(self) -> list[FromEngine]:
@@ -237,14 +265,20 @@ class LLMEngine:
         """
         plan = self.scheduler.schedule()
         if plan is not None:
-            self.counters.count_step(plan)
+            self._begin(plan)
             self._handles.append(self.decoder.launch(plan))
         num_to_keep = 0 if plan is None else 1
         if len(self._handles) <= num_to_keep:
             return []
         return self._commit(self.decoder.collect(self._handles.popleft()))
 
+    def _begin(self, plan: StepPlan) -> None:
+        self.counters.count_step(plan)
+        self.clock.begin(plan)
+        self.on_begin()
+
     def _commit(self, result: StepResult) -> list[FromEngine]:
+        self.clock.end()
         events, ended = commit(self.scheduler, self.scheduler.flights.popleft(), result)
         for request_id in ended:
             del self._sequences[request_id]
@@ -278,3 +312,7 @@ def _collect(outputs: dict[str, Generation], event: FromEngine) -> None:
         outputs[event.request_id].reason = event.reason
     elif isinstance(event, ErrorEvent):
         raise RequestRefused(f"{event.request_id}: {event.message}")
+
+
+def _do_nothing() -> None:
+    return

@@ -108,6 +108,10 @@ class Routes:
         problem, status = self._client.problem(), self._client.status
         if problem is not None:
             health = Health(status="failed", detail=problem)
+        elif self._client.is_draining:
+            health = Health(
+                status="draining", detail="running answers are finished, no more are taken"
+            )
         elif status is None or not status.is_ready:
             health = Health(status="loading", detail=status.detail if status else "starting")
         else:

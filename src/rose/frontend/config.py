@@ -27,10 +27,13 @@ class FrontendConfig:
     """Day named in the prompt: today, none or YYYY-MM-DD."""
     max_request_bytes: int = 32 * 2**20
     """Larger bodies are refused with 413."""
-    engine_timeout_s: float = 60.0
-    """An engine that says nothing for so long counts as stuck: its requests fail, /health answers 503."""
+    engine_timeout_s: float = 4.0
+    """An engine that makes no progress for so long, and for five times what its step was predicted to take, is stuck:
+    its requests fail, /health answers 503, and it is killed and started again."""
+    max_engine_restarts: int = 5
+    """Restarts in a row, each within a minute of the last, before the server gives up and ends; 0: none."""
     linger_s: float = 5.0
-    """After the engine died: seconds in which requests are still answered with 503 before the server ends."""
+    """After the engine was given up: seconds in which requests are still answered with 503 before the server ends."""
     shutdown_timeout_s: float = 10.0
     """After Ctrl-C or SIGTERM: seconds in which running answers may finish."""
 
@@ -48,6 +51,10 @@ class FrontendConfig:
                 problems.append(
                     f"{name}={getattr(self, name)}; allowed: 0 to 86399 seconds; change --{flag}"
                 )
+        if self.max_engine_restarts < 0:
+            problems.append(
+                f"max_engine_restarts={self.max_engine_restarts}; allowed: 0 or more; change --max-engine-restarts"
+            )
         if not _is_date_choice(self.conversation_date):
             problems.append(
                 f"conversation_date={self.conversation_date!r}; allowed: today, none or YYYY-MM-DD; "

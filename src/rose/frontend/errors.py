@@ -104,4 +104,7 @@ def error_body(error: RequestError) -> bytes:
 def error_headers(error: RequestError) -> dict[str, str]:
     """Return the headers that belong to an error."""
     seconds = error.kind.retry_after_s
-    return {} if seconds is None else {"retry-after": str(seconds)}
+    headers = {} if seconds is None else {"retry-after": str(seconds)}
+    if error.code == "shutting_down":
+        headers["connection"] = "close"  # the next request belongs to another server
+    return headers

@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import signal
 import socket
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Awaitable, Callable, Iterator
 
 import uvicorn
 
@@ -35,7 +36,9 @@ UVICORN_SECONDS = 5.0
 handler hangs."""
 
 Announce = Callable[[str, str], None]
-"""Called with a kind (listening, loading, ready, stopping, failed) and a text for people."""
+"""Called with a kind (listening, loading, ready, restarting, stopping, failed) and a text for people."""
+Supervise = Callable[[EngineClient], Awaitable[str]]
+"""Keeps engines running for a client; returns the reason once it gives them up."""
 
 
 class _Server(uvicorn.Server):
@@ -62,39 +65,42 @@ class Frontend:
         self,
         config: FrontendConfig,
         *,
-        address: str,
         formatters: Formatters,
         model_names: tuple[str, ...],
         announce: Announce,
     ) -> None:
         self._config = config
-        self._address = address
         self._jobs = JobMaker(config, formatters, model_names=model_names)
         self._announce = announce
         self._exit_code = EXIT_OK
+        self._stops: set[asyncio.Task[None]] = set()
 
-    async def run(self, engine_death: asyncio.Future[str] | None = None) -> int:
-        """Serve until a signal or the engine's death; return the exit code.
+    async def run(self, engines: str | Supervise) -> int:
+        """Serve until a signal, or until the engines are given up; return the exit code.
 
-        `engine_death` resolves to the reason once the engine's process has ended.
+        Units   engines: the address of an engine that somebody else keeps running, or what keeps engines running
+                for the client and returns, with the reason, once it gives them up
         Raises  ConfigError where the address cannot be listened on.
         """
         listener = listen(self._config)
+        is_supervised = not isinstance(engines, str)
         client = EngineClient(
-            FrontendEndpoint(self._address), timeout_s=self._config.engine_timeout_s
+            None if is_supervised else FrontendEndpoint(engines),
+            timeout_s=self._config.engine_timeout_s,
+            is_supervised=is_supervised,
         )
         server = self._server(client)
         host, port = listener.getsockname()[:2]
         # The sockets' own words: 503 with engine_loading until the engine says that it is ready.
         self._announce("listening", f"http://{host}:{port} (the model is loading)")
         followers = [asyncio.create_task(self._follow(client))]
-        if engine_death is not None:
-            followers.append(asyncio.create_task(self._watch(engine_death, client, server)))
+        if is_supervised:
+            followers.append(asyncio.create_task(self._supervise(engines, client, server)))
         with self._signals(client, server):
             await server.serve(sockets=[listener])
-        for task in followers:
+        for task in (*followers, *self._stops):
             task.cancel()
-        await asyncio.gather(*followers, return_exceptions=True)
+        await asyncio.gather(*followers, *self._stops, return_exceptions=True)
         return self._exit_code
 
     def _server(self, client: EngineClient) -> _Server:
@@ -112,37 +118,29 @@ class Frontend:
         )
 
     async def _follow(self, client: EngineClient) -> None:
-        """Announce what the engine does until it is ready."""
-        shown = ""
-        while not client.is_ready:
-            detail = client.status.detail if client.status else ""
+        """Announce what the engine does, and each time it becomes ready."""
+        shown, ready_engine = "", 0
+        while True:
+            status = client.status
+            if client.is_ready and client.num_engines != ready_engine and status is not None:
+                ready_engine = client.num_engines
+                self._announce(
+                    "ready",
+                    f"{self._jobs.model_names[0]}, context of {status.context_tokens} tokens",
+                )
+            detail = "" if status is None or status.is_ready else status.detail
             if detail and detail != shown and not detail.startswith(FAILED_PREFIX):
                 shown = detail
                 self._announce("loading", detail)
             await asyncio.sleep(POLL_SECONDS)
-        status = client.status
-        assert status is not None, "ready means that a status has come"
-        self._announce(
-            "ready",
-            f"{self._jobs.model_names[0]}, context of {status.context_tokens} tokens",
-        )
 
-    async def _watch(
-        self, engine_death: asyncio.Future[str], client: EngineClient, server: _Server
-    ) -> None:
-        # Shielded: this task is cancelled at a normal end, the future belongs to who ends the engine.
-        reason = await asyncio.shield(engine_death)
-        if server.should_exit:
-            client.mark_dead(reason)  # who still waits for an answer waits in vain
-            return
+    async def _supervise(self, engines: Supervise, client: EngineClient, server: _Server) -> None:
+        reason = await engines(client)
+        if client.is_draining:
+            return  # the end is under way, and who still waited has been told
         self._exit_code = EXIT_ENGINE_DIED
-        was_ready = client.is_ready
-        detail = client.status.detail if client.status else ""
-        if not was_ready and detail.startswith(FAILED_PREFIX):
-            reason = detail.removeprefix(FAILED_PREFIX)
-        client.mark_dead(reason)
         self._announce("failed", reason)
-        if was_ready:
+        if client.has_been_ready or client.num_engines > 1:
             # Probes and clients see 503 for a while instead of a refused connection.
             await asyncio.sleep(self._config.linger_s)
         server.should_exit = True
@@ -154,21 +152,32 @@ class Frontend:
         seconds = self._config.shutdown_timeout_s
         return f"waiting for {answers} (at most {seconds:g} s), Ctrl-C again ends at once"
 
+    async def _stop(self, client: EngineClient, server: _Server) -> None:
+        """Let open answers finish while new requests are refused, then end the rest and the server."""
+        end = time.monotonic() + self._config.shutdown_timeout_s
+        while client.num_open and time.monotonic() < end and not server.should_exit:
+            await asyncio.sleep(POLL_SECONDS)
+        if client.num_open:
+            self._end(client, server)
+        server.should_exit = True
+
+    def _end(self, client: EngineClient, server: _Server) -> None:
+        """End what is open with its last event; connections that do not take it are dropped soon after."""
+        client.end_open()
+        server.should_exit = True
+        asyncio.get_running_loop().call_later(CLOSING_SECONDS, server.drop_connections)
+
     @contextlib.contextmanager
     def _signals(self, client: EngineClient, server: _Server) -> Iterator[None]:
         loop = asyncio.get_running_loop()
 
-        def end_answers() -> None:
-            client.end_open()
-            loop.call_later(CLOSING_SECONDS, server.drop_connections)
-
         def on_signal() -> None:
-            if server.should_exit:
-                end_answers()
+            if client.is_draining:
+                self._end(client, server)
                 return
             self._announce("stopping", self._waiting_for(client.num_open))
-            server.should_exit = True
-            loop.call_later(self._config.shutdown_timeout_s, end_answers)
+            client.drain()
+            self._stops.add(loop.create_task(self._stop(client, server)))
 
         handled = (signal.SIGINT, signal.SIGTERM)
         for number in handled:

@@ -342,7 +342,7 @@ class Health(Struct, kw_only=True):
     """Body of GET /health and GET /ready."""
 
     status: str
-    """ok, loading or failed."""
+    """ok, loading, draining or failed."""
     detail: str = ""
     model: str | UnsetType = UNSET
     context_tokens: int | UnsetType = UNSET

@@ -98,7 +98,14 @@ class FrontendEndpoint:
 
     def close(self) -> None:
         """Deliver what was sent (half a second at most) and close; a waiting `receive` is cancelled."""
-        self._socket.close(LINGER_MS)
+        self._close(LINGER_MS)
+
+    def drop(self) -> None:
+        """Close at once; what the engine has not read is lost."""
+        self._close(0)
+
+    def _close(self, linger_ms: int) -> None:
+        self._socket.close(linger_ms)
         if self._owns_context:
             self._plain_context.term()
 

@@ -13,6 +13,7 @@ ErrorCode = Literal[
     "queue_full",
     "duplicate_request_id",
     "engine_failed",
+    "engine_unavailable",
     "shutting_down",
 ]
 
@@ -79,6 +80,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     """Pages of all layer kinds that the prefix cache gave away since start."""
     num_output_tokens: int = 0
     """Tokens sampled since start."""
+    step_bound_s: float = 0.0
+    """Most that the steps under way should take; any frame of the engine, this one included, is progress."""
     detail: str = ""
     """What the engine is doing before it is ready, or why it failed."""
 

@@ -122,6 +122,7 @@ def run(
                 # Who supervises prints what it was told; nobody reads the same twice.
                 _logger.critical("%s", error)
             return 2
+        engine.measure_steps()
         # What was built stays: collections need not look at it again, which takes tens of milliseconds.
         gc.collect()
         gc.freeze()

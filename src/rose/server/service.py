@@ -15,6 +15,11 @@ from rose.utils.log import get_logger
 IDLE_MS = 100
 """Longest wait for a message without work; also how late a stop is noticed."""
 STATUS_SECONDS = 1.0
+BEAT_SECONDS = 0.5
+"""Without another frame for so long, the start of a step is told by itself."""
+LONG_STEP_SECONDS = 0.5
+"""Steps that may take longer are told before they start, each."""
+NOT_BEGUN: ErrorCode = "engine_unavailable"
 MESSAGES_PER_STEP = 256
 """More wait for the next step, so that a flood of requests does not hold up those that run."""
 
@@ -28,6 +33,9 @@ class EngineService:
         self.engine = engine
         self.endpoint = endpoint
         self._next_status = 0.0
+        self._last_frame = 0.0
+        self._told_bound_s = 0.0
+        engine.on_begin = self._beat
 
     def serve(self, is_stopping: Callable[[], bool]) -> int:
         """Answer until `is_stopping`; every request gets its last event, whatever happens.
@@ -44,6 +52,7 @@ class EngineService:
                 return 1
             if events:
                 self._send(events)
+                self._last_frame = time.monotonic()
             self._send_status_in_time()
         self._abort_all()
         return 0
@@ -67,7 +76,7 @@ class EngineService:
                 case Abort():
                     self._send(self.engine.abort(message.request_id))
                 case StatusQuery():
-                    self._send([self.engine.status()])
+                    self._tell_status()
 
     def _send(self, events: list[FromEngine]) -> None:
         if events and not self.endpoint.send(events) and self.engine.running_ids():
@@ -75,20 +84,34 @@ class EngineService:
             for request_id in self.engine.running_ids():
                 self.engine.abort(request_id)
 
+    def _beat(self) -> None:
+        """Tell that a step begins and how long it may take, where nothing else was told lately or it is long."""
+        bound_s = self.engine.clock.bound_s
+        if max(bound_s, self._told_bound_s) > LONG_STEP_SECONDS or (
+            time.monotonic() - self._last_frame > BEAT_SECONDS
+        ):
+            self._tell_status()
+
     def _send_status_in_time(self) -> None:
-        now = time.monotonic()
         # Tried again at once where nobody was there, so that a frontend which comes late soon knows.
-        if now >= self._next_status and self.endpoint.send([self.engine.status()]):
-            self._next_status = now + STATUS_SECONDS
+        if time.monotonic() >= self._next_status and self._tell_status():
+            self._next_status = self._last_frame + STATUS_SECONDS
+
+    def _tell_status(self) -> bool:
+        status = self.engine.status()
+        self._last_frame, self._told_bound_s = time.monotonic(), status.step_bound_s
+        return self.endpoint.send([status])
 
     def _fail(self, error: Exception) -> None:
         _logger.critical("a step failed with %d requests open", self._num_open(), exc_info=error)
         reason = f"{type(error).__name__}: {error}"
         text = f"the engine failed in a step ({reason}) and stops; send the request again"
+        # Who has no token yet loses nothing by being asked again; the frontend may do so by itself.
         events: list[FromEngine] = [
-            _failure(request_id, text, "engine_failed") for request_id in self.engine.running_ids()
+            _failure(name, text, "engine_failed" if self.engine.has_begun(name) else NOT_BEGUN)
+            for name in self.engine.running_ids()
         ]
-        self._say_goodbye(events, text, "engine_failed", f"failed: {reason}")
+        self._say_goodbye(events, text, NOT_BEGUN, f"failed: {reason}")
 
     def _abort_all(self) -> None:
         events: list[FromEngine] = []
