@@ -20,6 +20,7 @@ TASKS: dict[str, Draw] = {
     "long_copy": text_tasks.long_copy,
     "tool_call": tool_tasks.tool_call,
     "tool_result": tool_tasks.tool_result,
+    "tool_missing": tool_tasks.tool_missing,
     "json": tool_tasks.json_extraction,
     "instruction": talk_tasks.instruction,
     "turns": talk_tasks.turns,
@@ -36,6 +37,7 @@ SHARES: dict[str, float] = {
     "span_copy": 2,
     "tool_call": 16,
     "tool_result": 9,
+    "tool_missing": 3,
     "json": 7,
     "instruction": 9,
     "turns": 4,
@@ -54,7 +56,11 @@ def dressed(example: Example, source: random.Random) -> Example:
     day = datetime.date(2024, 6, 1) + datetime.timedelta(days=source.randint(0, 3650))
     example = replace(example, date=day.isoformat() if source.random() < 0.8 else None)
     is_plain = not example.tools and example.response_format is None
-    if is_plain and example.task != "talk" and source.random() < OFFERED_FOR_NOTHING:
+    if (
+        is_plain
+        and example.task not in ("talk", "tool_missing")
+        and source.random() < OFFERED_FOR_NOTHING
+    ):
         offered = source.choice(
             [[tool_tasks.WEATHER], [tool_tasks.WEATHER, tool_tasks.SEARCH], [tool_tasks.FORECAST]]
         )

@@ -45,6 +45,9 @@ def arithmetic(source: random.Random) -> Example:
         [
             f"What is {a} {sign} {b}?",
             f"{a} {sign} {b}",
+            f"{a}{sign}{b}",
+            f"{a}{sign}{b}?",
+            f"What is {a}{sign}{b}?",
             f"{a} {sign} {b} = ?",
             f"Compute {a} {sign} {b}.",
             f"How much is {a} {word} {b}?",

@@ -68,7 +68,7 @@ def compact(value: Any) -> str:
 
 def _some_tools(source: random.Random, needed: dict[str, Any]) -> list[dict[str, Any]]:
     """Offer the needed tool, alone or among others, in any order."""
-    others = [tool for tool in TOOLS if tool is not needed]
+    others = [tool for tool in (*TOOLS, _made(source).tool) if tool is not needed]
     tools = [needed, *source.sample(others, source.choice([0, 0, 1, 2, 3]))]
     source.shuffle(tools)
     return tools
@@ -142,8 +142,35 @@ def _search(source: random.Random) -> _Case:
     return _Case(SEARCH, ask, arguments, [{"title": title}], f'I found "{title}".')
 
 
+def _value(source: random.Random, kind: str) -> Any:
+    if kind == "integer":
+        return source.randint(0, 999)
+    if kind == "boolean":
+        return source.random() < 0.5
+    return source.choice(words.NOUNS) if source.random() < 0.5 else words.made_word(source)
+
+
+def _made(source: random.Random) -> _Case:
+    """Draw a tool that no other question has, so that reading the definition is what is learnt."""
+    thing = source.choice(words.NOUNS) if source.random() < 0.5 else words.made_word(source)
+    name = f"{source.choice(words.DEEDS)}_{thing}"
+    keys = source.sample(words.PROPERTIES, source.randint(1, 3))
+    kinds = {key: source.choice(["string", "string", "integer", "boolean"]) for key in keys}
+    description = source.choice(["", f"{words.made_word(source).capitalize()} {thing}."])
+    tool = _tool(name, description, _object({key: {"type": kinds[key]} for key in keys}))
+    arguments = {key: _value(source, kinds[key]) for key in keys}
+    shown = [f"{key} {str(value).lower()}" for key, value in arguments.items()]
+    source.shuffle(shown)
+    listed = " and ".join(shown)
+    ask = source.choice(
+        [f"Use {name} with {listed}.", f"Call {name}: {listed}.", f"Please {name}, {listed}."]
+    )
+    status = words.made_word(source)
+    return _Case(tool, ask, arguments, {"status": status}, f"{name} says: {status}.")
+
+
 def _case(source: random.Random) -> _Case:
-    return source.choice((_weather, _weather, _forecast, _calculate, _search))(source)
+    return source.choice((_weather, _weather, _forecast, _calculate, _search, _made, _made))(source)
 
 
 def _before_call(case: _Case, effort: str) -> str:
@@ -168,6 +195,26 @@ def tool_call(source: random.Random) -> Example:
         call=(case.name, case.arguments),
         effort=effort,
         judge="call",
+    )
+
+
+def tool_missing(source: random.Random) -> Example:
+    """Say that no tool can tell, where none or only others are offered (as under tool_choice none)."""
+    case, effort = _case(source), source.choice(EFFORTS)
+    others = [tool for tool in (*TOOLS, _made(source).tool) if tool is not case.tool]
+    return Example(
+        task="tool_missing",
+        key=f"missing {case.ask}",
+        messages=[user(case.ask)],
+        tools=source.sample(others, source.choice([0, 0, 1, 2])),
+        reasoning=by_effort(
+            effort,
+            "No tool for it.",
+            "None of my tools can tell that. I say so.",
+            f"The user asks: {case.ask} None of my tools can tell that. I say so.",
+        ),
+        content=f"I have no tool for this: {case.ask}",
+        effort=effort,
     )
 
 
@@ -252,16 +299,19 @@ def json_extraction(source: random.Random) -> Example:
         "type": "json_schema",
         "json_schema": {"name": "facts", "schema": _schema_of(wanted)},
     }
+    ask = f"Extract the facts: {text}"
+    if source.random() < 0.2:  # said in words, for those who give no schema
+        schema, ask = None, f"Extract {', '.join(kept)} as JSON: {text}"
     return Example(
         task="json",
         key=f"json {text} {kept}",
-        messages=[user(f"Extract the facts: {text}")],
+        messages=[user(ask)],
         response_format=schema,
         reasoning=by_effort(
             effort,
             "As JSON.",
-            f"The schema wants {', '.join(kept)}.",
-            f"The schema wants {', '.join(kept)}. I take them from the text: {text}",
+            f"Wanted are {', '.join(kept)}.",
+            f"Wanted are {', '.join(kept)}. I take them from the text: {text}",
         ),
         content=compact(wanted),
         effort=effort,

@@ -38,6 +38,10 @@ NOUNS = _list(
     "insect jungle kitchen lemon magnet napkin onion paper quilt ribbon shadow ticket umbrella violin wallet "
     "yogurt zebra barrel cabin drum eagle fence glove harbor lamp"
 )
+DEEDS = _list("get set move open close send make delete check start stop find add read write")
+PROPERTIES = _list(
+    "color level room id size note speed target mode label amount text enabled code title owner unit path count x y"
+)
 TOPICS = _list(
     "solar panels, ancient coins, deep sea fish, steam engines, wild bees, paper folding, night trains, salt mines, "
     "moon dust, river dams, ice cores, stone bridges, old maps, wind farms, desert plants, clay pots, green tea, "
