@@ -43,16 +43,19 @@ class Header:
 def read_header(sections: Sequence[Section], *, is_explicit: bool) -> Header:
     """Read a header; `is_explicit`: it began with `<|start|>`, so that its first word is the role."""
     role, name, words = _read_role(sections, is_explicit)
-    channel, words = _read_channel(words, sections)
-    recipient, words = _take_recipient(words)
+    channel, words, junk = _read_channel(words, sections)
+    recipient, words, others = _take_recipient(words)
     words = [word for word in words if word != channel]
     if recipient is None:
         recipient, words, is_odd = _bare_recipient(words)
     else:
         is_odd = len(words) > 1
     if name is not None and role == "assistant":  # an unknown role: the name of a tool
+        others += [name] if recipient not in (None, name) else []
         recipient, name = (recipient or name), None
         is_odd = True
+    is_odd |= bool(junk or others)
+    words += junk + others
     return Header(
         role=role,
         name=name,
@@ -103,19 +106,23 @@ class _Found:
         word = known.group() if known else (text.split() or [""])[0]
         if word.startswith("to="):
             return text
+        if self.channel and word != self.channel and not known:
+            return f" {text}"
         self.channel = self.channel or word or None
         return text[len(word) :]
 
     def take_recipient(self, text: str) -> str:
         match = _LEADING_RECIPIENT.match(text)
-        if match is None:
+        if match is None or (self.recipient and match.group(1) not in ("", self.recipient)):
             return text
         self.recipient = self.recipient or match.group(1) or None
         return text[match.end() :]
 
     def take_type(self, text: str) -> str:
         match = _LEADING_TYPE.match(text)
-        self.content_type = CONSTRAIN_NAME + (match.group(1) if match else "")
+        found = CONSTRAIN_NAME + (match.group(1) if match else "")
+        is_new = self.content_type is None or found not in self.content_type.split()
+        self.content_type = " ".join(filter(None, (self.content_type, found if is_new else None)))
         return text[match.end() :] if match else text
 
     def take_plain_type(self, text: str) -> str:
@@ -164,8 +171,10 @@ def _read_role(sections: Sequence[Section], is_explicit: bool) -> tuple[str, str
     return ("tool" if is_answer else "assistant"), first, words[1:]
 
 
-def _read_channel(words: list[str], sections: Sequence[Section]) -> tuple[str | None, list[str]]:
-    """Return the channel and every word that is not one: of the role section, then of the others."""
+def _read_channel(
+    words: list[str], sections: Sequence[Section]
+) -> tuple[str | None, list[str], list[str]]:
+    """Return the channel, every word that is not one, of the role section first, and what was glued to channels."""
     named: list[str] = []
     for kind, text in sections[1:]:
         found = _words(text)
@@ -177,24 +186,27 @@ def _read_channel(words: list[str], sections: Sequence[Section]) -> tuple[str | 
     known = [match.group() for match in map(_KNOWN_CHANNEL.match, named) if match]
     if named:
         channel = known[0] if known else named[0]
-        others = [word for word in named if word != channel and not _KNOWN_CHANNEL.match(word)]
-        return channel, words + others
+        others = [word for word in named if word != channel and word not in CHANNELS]
+        junk = [word for word in others if _KNOWN_CHANNEL.match(word)]
+        return channel, words + [word for word in others if word not in junk], junk
     if words and words[0] in CHANNELS:
-        return words[0], words[1:]
-    return None, words
+        return words[0], words[1:], []
+    return None, words, []
 
 
-def _take_recipient(words: list[str]) -> tuple[str | None, list[str]]:
-    """Return the first recipient that is marked by to=, and the words that are no recipient."""
-    recipient, rest, is_next = None, [], False
+def _take_recipient(words: list[str]) -> tuple[str | None, list[str], list[str]]:
+    """Return the first recipient that is marked by to=, the words that are no recipient, and other recipients."""
+    recipient, rest, others, is_next = None, [], [], False
     for word in words:
         if is_next or word.startswith("to="):
-            value = word.removeprefix("to=").partition("<|")[0]
+            value, markup, tail = word.removeprefix("to=").partition("<|")
             is_next = not value and not is_next
             recipient = recipient or value or None
+            others += [word] if value not in ("", recipient) else []
+            rest += [markup + tail] if markup and word not in others else []
         else:
             rest.append(word)
-    return recipient, rest
+    return recipient, rest, others
 
 
 def _bare_recipient(words: list[str]) -> tuple[str | None, list[str], bool]:

@@ -250,7 +250,7 @@ class HarmonyParser:
         collected, self._header = self._header, None
         assert collected is not None, "the state is header"
         header, text = salvage(collected.read(), is_explicit=collected.is_explicit)
-        is_named = header.channel is not None or header.recipient is not None
+        is_named = (header.channel or header.recipient or header.name) is not None
         if not goes_on and not is_named and not text.strip():
             return
         self.recoveries.append("missing_message")
