@@ -11,6 +11,7 @@ import httpx
 from fakes import engine as fake_engine
 from fakes import formatter as fake_format
 from fakes import openai_schemas
+from rose.frontend.access import read_keys
 from rose.frontend.app import create_app
 from rose.frontend.client import EngineClient
 from rose.frontend.config import FrontendConfig
@@ -21,7 +22,8 @@ from rose.frontend.metrics import Metrics
 class Server:
     """What a test needs of a running frontend."""
 
-    def __init__(self, http, client, engine, formatter):
+    def __init__(self, app, http, client, engine, formatter):
+        self.app = app
         self.http = http
         self.client = client
         self.engine = engine
@@ -45,7 +47,8 @@ async def serving(
     formatter = formatter or fake_format.FakeFormatter()
     client = EngineClient(engine, timeout_s=config.engine_timeout_s)
     jobs = JobMaker(config, Formatters(chat=formatter, text=formatter), model_names=("m", "alias"))
-    app = create_app(config, client, jobs, Metrics())
+    keys = read_keys(config, {})
+    app = create_app(config, client, jobs, Metrics(), keys=keys)
     async with app.router.lifespan_context(app):
         for _ in range(200):
             if client.status is not None:
@@ -56,12 +59,12 @@ async def serving(
         async with httpx.AsyncClient(
             transport=transport, base_url="http://rose", event_hooks=hooks
         ) as http:
-            yield Server(http, client, engine, formatter)
+            yield Server(app, http, client, engine, formatter)
 
 
 async def _check(response):
     await response.aread()
-    kind = response.headers["content-type"]
+    kind = response.headers.get("content-type", "")
     request = response.request
     openai_schemas.check_response(
         request.url.path, response.status_code, kind, response.text, method=request.method

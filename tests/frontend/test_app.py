@@ -607,7 +607,7 @@ def test_other_routes_methods_types_and_sizes_are_answered(lab):
     lab.run(scenario)
 
 
-def test_a_full_queue_is_503_with_retry_after(lab):
+def test_a_full_queue_is_429_with_retry_after(lab):
     async def scenario():
         slow = lab.line(lab.content("x" * 50), delay_ms=20)
         async with lab.serving(slow, max_running=1) as server:
@@ -615,8 +615,9 @@ def test_a_full_queue_is_503_with_retry_after(lab):
             await asyncio.sleep(0.05)
             for stream in (False, True):
                 response = await server.chat(stream=stream)
-                _error(response, 503, "queue_full")
+                _error(response, 429, "rate_limit_exceeded")
                 assert int(response.headers["retry-after"]) >= 1
+                assert int(response.headers["retry-after-ms"]) >= 1
             assert (await first).status_code == 200
 
     lab.run(scenario)

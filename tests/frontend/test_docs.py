@@ -25,7 +25,11 @@ NAMES = {
     "script": ["text", *ScriptLine.__struct_fields__],
     "metrics": _metric_names(),
     # 409 and 499 never reach a client: ids are ours, and nobody reads the answer of a closed connection.
-    "errors": sorted(set(KINDS) - {"duplicate_request_id", "client_disconnected"}),
+    "errors": sorted(
+        kind.name or code
+        for code, kind in KINDS.items()
+        if code not in ("duplicate_request_id", "client_disconnected")
+    ),
 }
 
 

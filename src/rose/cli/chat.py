@@ -23,6 +23,11 @@ class ServerError(RoseError):
 @click.option(
     "--url", default="http://127.0.0.1:8000", show_default=True, help="Where the server is."
 )
+@click.option(
+    "--api-key",
+    envvar="ROSE_API_KEY",
+    help="Key that the server asks for; better in the variable ROSE_API_KEY.",
+)
 @click.option("--model", help="Name of the model.  [default: the server's first]")
 @click.option("--once", metavar="TEXT", help="Ask one question and exit.")
 @click.option("--system", metavar="TEXT", help="Instructions for the model.")
@@ -39,6 +44,7 @@ class ServerError(RoseError):
 @click.option("--no-reasoning", is_flag=True, help="Do not show the reasoning.")
 def chat(
     url: str,
+    api_key: str | None,
     model: str | None,
     once: str | None,
     system: str | None,
@@ -49,7 +55,8 @@ def chat(
     import httpx
 
     timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
-    with httpx.Client(base_url=url.rstrip("/"), timeout=timeout) as http:
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    with httpx.Client(base_url=url.rstrip("/"), timeout=timeout, headers=headers) as http:
         conversation = Conversation(http, model=model, tools=_read_tools(tools), options=options)
         if system is not None:
             conversation.messages.append({"role": "developer", "content": system})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,7 +15,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from rose.frontend.body import parsed, read_body
+from rose.frontend.access import KeyCheck, Origins
+from rose.frontend.body import parsed, read_body, timeout_of
 from rose.frontend.chat import ChatFold, ChatWriter
 from rose.frontend.client import EngineClient
 from rose.frontend.completions import CompletionFold, CompletionWriter
@@ -26,6 +27,7 @@ from rose.frontend.jobs import JobMaker
 from rose.frontend.metrics import Metrics
 from rose.frontend.middleware import RequestFrame
 from rose.frontend.parsing import parse_chat, parse_completion, parse_json
+from rose.frontend.reply import JSON
 from rose.frontend.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -36,7 +38,6 @@ from rose.frontend.schemas import (
 )
 from rose.frontend.stream import AnswerResponse, ChunkSource, Fold, Writer
 
-JSON = "application/json"
 ENDPOINTS = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
 """Names in metrics; a client's path never becomes a label."""
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
@@ -61,7 +62,7 @@ class Routes:
         self._jobs.check_model(chat.model)
         status = self._client.require_ready()
         job = await self._jobs.chat(chat, body, status, num_bytes=len(raw))
-        return self._chunked(job, ChatWriter(job), ChatFold(job))
+        return self._chunked(request, job, ChatWriter(job), ChatFold(job))
 
     async def completions(self, request: Request) -> AnswerResponse:
         """POST /v1/completions."""
@@ -70,7 +71,7 @@ class Routes:
         self._jobs.check_model(completion.model)
         status = self._client.require_ready()
         job = await self._jobs.completion(completion, status, num_bytes=len(raw))
-        return self._chunked(job, CompletionWriter(job), CompletionFold(job))
+        return self._chunked(request, job, CompletionWriter(job), CompletionFold(job))
 
     async def models(self, _: Request) -> Response:
         """GET /v1/models."""
@@ -95,9 +96,10 @@ class Routes:
         """GET /metrics, for Prometheus."""
         return Response(self._metrics.render(), media_type=PROMETHEUS)
 
-    def _chunked(self, job: Job, writer: Writer, fold: Fold) -> AnswerResponse:
+    def _chunked(self, request: Request, job: Job, writer: Writer, fold: Fold) -> AnswerResponse:
         source = ChunkSource(self._client, job, writer=writer, fold=fold, metrics=self._metrics)
-        return AnswerResponse(source, self._metrics)
+        timeout_s = timeout_of(request, self._config.request_timeout_s)
+        return AnswerResponse(source, self._metrics, timeout_s=timeout_s)
 
     def _model(self, name: str) -> Model:
         status = self._client.status
@@ -126,9 +128,14 @@ class Routes:
 
 
 def create_app(
-    config: FrontendConfig, client: EngineClient, jobs: JobMaker, metrics: Metrics
+    config: FrontendConfig,
+    client: EngineClient,
+    jobs: JobMaker,
+    metrics: Metrics,
+    *,
+    keys: Iterable[str] = (),
 ) -> Starlette:
-    """Return the application; the client is started and closed with it."""
+    """Return the application; the client is started and closed with it. `keys`: see `access.read_keys`."""
     routes = Routes(config, client, jobs, metrics)
     metrics.observe_engine(client)
 
@@ -146,7 +153,11 @@ def create_app(
         finally:
             await client.close()
 
-    return Starlette(
+    async def on_disconnect(request: Request, error: Exception) -> Response:
+        metrics.disconnected(ENDPOINTS.get(request.url.path, "other"))
+        return _error_response(RequestError("client_disconnected", "the client left"))
+
+    app = Starlette(
         routes=[
             Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
             Route("/v1/completions", routes.completions, methods=["POST"]),
@@ -156,15 +167,21 @@ def create_app(
             Route("/ready", routes.ready),
             Route("/metrics", routes.metrics),
         ],
-        middleware=[Middleware(RequestFrame, metrics=metrics)],
+        middleware=[
+            Middleware(RequestFrame, metrics=metrics, logs_requests=config.log_requests),
+            Middleware(Origins, allowed=config.allowed_origins, metrics=metrics),
+            Middleware(KeyCheck, keys=tuple(keys), metrics=metrics),
+        ],
         exception_handlers={
             RequestError: on_request_error,
             HTTPException: _on_http_error,
-            ClientDisconnect: _on_disconnect,
-            Exception: _on_bug,
+            ClientDisconnect: on_disconnect,
         },
         lifespan=lifespan,
     )
+    # A redirect would be an answer of no API; the path without its last slash is what was meant, and is named.
+    app.router.redirect_slashes = False
+    return app
 
 
 def _read_chat(raw: bytes) -> tuple[dict[str, Any], ChatRequest]:
@@ -198,11 +215,3 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     return _error_response(
         RequestError("not_found", f"{where}: there is no such route; docs/api.md lists them")
     )
-
-
-async def _on_disconnect(request: Request, error: Exception) -> Response:
-    return _error_response(RequestError("client_disconnected", "the client left"))
-
-
-async def _on_bug(request: Request, error: Exception) -> Response:
-    return _error_response(RequestError("internal_error", "the server failed on this request"))

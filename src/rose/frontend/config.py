@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from typing import Literal
 
 from rose.utils.errors import ConfigError
@@ -25,8 +26,22 @@ class FrontendConfig:
     """What answers show of reasoning where a request does not say; with hidden, no request can lift it."""
     conversation_date: str = "today"
     """Day named in the prompt: today, none or YYYY-MM-DD."""
+    api_key: tuple[str, ...] = field(default=(), repr=False)
+    """A key that requests must bring; repeat it for several. Who can list processes sees it: better a file."""
+    api_key_file: str = ""
+    """File with one key per line; lines with # are comments. The variable ROSE_API_KEY is read too."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins whose web pages may call this server, such as https://chat.example; * allows all."""
+    ssl_certfile: str = ""
+    """Certificate chain (PEM); with it the server speaks HTTPS only."""
+    ssl_keyfile: str = ""
+    """Private key of the certificate (PEM, without a password), where it is not in the same file."""
     max_request_bytes: int = 32 * 2**20
     """Larger bodies are refused with 413."""
+    request_timeout_s: float = 0.0
+    """Answers that take longer are ended with 504; 0: never. A request may ask for less with x-request-timeout."""
+    log_requests: bool = True
+    """One line per answered request: id, method, path, status, milliseconds. Never what was asked or answered."""
     engine_timeout_s: float = 4.0
     """An engine that makes no progress for so long, and for five times what its step was predicted to take, is stuck:
     its requests fail, /health answers 503, and it is killed and started again."""
@@ -45,7 +60,13 @@ class FrontendConfig:
             problems.append(
                 f"max_request_bytes={self.max_request_bytes}; allowed: 1024 or more; change --max-request-bytes"
             )
-        for name in ("engine_timeout_s", "linger_s", "shutdown_timeout_s"):
+        if self.ssl_keyfile and not self.ssl_certfile:
+            problems.append(
+                "ssl_keyfile was given without ssl_certfile; give --ssl-certfile or leave --ssl-keyfile out"
+            )
+        problems += _wrong_origins(self.allowed_origins)
+        seconds = ("engine_timeout_s", "linger_s", "shutdown_timeout_s", "request_timeout_s")
+        for name in seconds:
             if not 0 <= getattr(self, name) < 86400:
                 flag = name.replace("_", "-")
                 problems.append(
@@ -70,6 +91,16 @@ class FrontendConfig:
         if self.conversation_date == "today":
             return datetime.datetime.now(datetime.UTC).date().isoformat()
         return self.conversation_date
+
+
+def _wrong_origins(origins: tuple[str, ...]) -> list[str]:
+    form = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+|null")
+    return [
+        f"allowed_origins={origin!r}; allowed: *, or scheme://host with a port where it is not the scheme's own, "
+        "and no path; change --allowed-origins"
+        for origin in origins
+        if not form.fullmatch(origin)
+    ]
 
 
 def _is_date_choice(text: str) -> bool:

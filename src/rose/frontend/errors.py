@@ -5,6 +5,7 @@ Messages are written where the mistake is found; this file decides only how they
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import msgspec
@@ -14,6 +15,8 @@ from rose.protocol.event import ErrorEvent
 from rose.utils.errors import RoseError
 
 INVALID = "invalid_request_error"
+RATE = "requests"
+"""OpenAI's type of rate limits."""
 SERVER = "server_error"
 
 
@@ -23,8 +26,10 @@ class ErrorKind:
 
     status: int
     type: str
-    retry_after_s: int | None = None
-    """Sent as Retry-After where waiting helps."""
+    retry_after_s: float | None = None
+    """Sent as Retry-After, and to the millisecond as retry-after-ms, where waiting helps."""
+    name: str | None = None
+    """The code that clients see, where OpenAI has another word than the engine."""
 
 
 KINDS: dict[str, ErrorKind] = {
@@ -33,6 +38,8 @@ KINDS: dict[str, ErrorKind] = {
     "unknown_field": ErrorKind(400, INVALID),
     "unsupported_value": ErrorKind(400, INVALID),
     "context_length_exceeded": ErrorKind(400, INVALID),
+    "invalid_http": ErrorKind(400, INVALID),
+    "invalid_api_key": ErrorKind(401, INVALID),
     "permission_denied": ErrorKind(403, INVALID),
     "model_not_found": ErrorKind(404, INVALID),
     "not_found": ErrorKind(404, INVALID),
@@ -40,11 +47,13 @@ KINDS: dict[str, ErrorKind] = {
     "duplicate_request_id": ErrorKind(409, INVALID),
     "request_too_large": ErrorKind(413, INVALID),
     "unsupported_media_type": ErrorKind(415, INVALID),
+    "head_too_large": ErrorKind(431, INVALID),
     "client_disconnected": ErrorKind(499, INVALID),  # nobody reads it; for logs and metrics
-    "queue_full": ErrorKind(503, SERVER, retry_after_s=1),
+    "queue_full": ErrorKind(429, RATE, retry_after_s=1, name="rate_limit_exceeded"),
     "engine_loading": ErrorKind(503, SERVER, retry_after_s=5),
     "engine_unavailable": ErrorKind(503, SERVER, retry_after_s=5),
     "shutting_down": ErrorKind(503, SERVER, retry_after_s=5),
+    "request_timeout": ErrorKind(504, SERVER),
     "engine_failed": ErrorKind(500, SERVER),
     "internal_error": ErrorKind(500, SERVER),
 }
@@ -95,7 +104,10 @@ def error_body(error: RequestError) -> bytes:
     return msgspec.json.encode(
         ErrorBody(
             error=ErrorObject(
-                message=error.message, type=error.kind.type, param=error.param, code=error.code
+                message=error.message,
+                type=error.kind.type,
+                param=error.param,
+                code=error.kind.name or error.code,
             )
         )
     )
@@ -103,8 +115,14 @@ def error_body(error: RequestError) -> bytes:
 
 def error_headers(error: RequestError) -> dict[str, str]:
     """Return the headers that belong to an error."""
+    if error.code == "invalid_api_key":
+        return {"www-authenticate": "Bearer"}
     seconds = error.kind.retry_after_s
-    headers = {} if seconds is None else {"retry-after": str(seconds)}
+    headers = {}
+    if seconds is not None:
+        # Whole seconds for everyone; OpenAI's clients look for the other first.
+        headers["retry-after"] = str(math.ceil(seconds))
+        headers["retry-after-ms"] = str(round(seconds * 1000))
     if error.code == "shutting_down":
         headers["connection"] = "close"  # the next request belongs to another server
     return headers

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterator
 
 import uvicorn
 
+from rose.frontend.access import read_keys
 from rose.frontend.app import create_app
 from rose.frontend.client import EngineClient
 from rose.frontend.config import FrontendConfig
+from rose.frontend.http import HttpProtocol
 from rose.frontend.jobs import Formatters, JobMaker
 from rose.frontend.metrics import Metrics
 from rose.protocol.channel import FrontendEndpoint
@@ -71,6 +75,8 @@ class Frontend:
     ) -> None:
         self._config = config
         self._jobs = JobMaker(config, formatters, model_names=model_names)
+        self._keys = read_keys(config, os.environ)
+        self._scheme = _check_tls(config)
         self._announce = announce
         self._exit_code = EXIT_OK
         self._stops: set[asyncio.Task[None]] = set()
@@ -92,7 +98,7 @@ class Frontend:
         server = self._server(client)
         host, port = listener.getsockname()[:2]
         # The sockets' own words: 503 with engine_loading until the engine says that it is ready.
-        self._announce("listening", f"http://{host}:{port} (the model is loading)")
+        self._announce("listening", f"{self._scheme}://{host}:{port} (the model is loading)")
         followers = [asyncio.create_task(self._follow(client))]
         if is_supervised:
             followers.append(asyncio.create_task(self._supervise(engines, client, server)))
@@ -104,10 +110,14 @@ class Frontend:
         return self._exit_code
 
     def _server(self, client: EngineClient) -> _Server:
-        app = create_app(self._config, client, self._jobs, Metrics())
+        app = create_app(self._config, client, self._jobs, Metrics(), keys=self._keys)
         return _Server(
             uvicorn.Config(
                 app,
+                http=HttpProtocol,
+                ws="none",
+                ssl_certfile=self._config.ssl_certfile or None,
+                ssl_keyfile=self._config.ssl_keyfile or None,
                 log_config=None,
                 access_log=False,
                 lifespan="on",
@@ -187,6 +197,29 @@ class Frontend:
         finally:
             for number in handled:
                 loop.remove_signal_handler(number)
+
+
+def _check_tls(config: FrontendConfig) -> str:
+    """Return the scheme of the server's address.
+
+    Raises  ConfigError where certificate and key cannot be used together.
+    """
+    if not config.ssl_certfile:
+        return "http"
+
+    def refuse_password() -> str:
+        raise ValueError("the key has a password")  # OpenSSL would ask the terminal for it
+
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile or None, refuse_password)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"ssl_certfile={config.ssl_certfile!r} with ssl_keyfile={config.ssl_keyfile!r} cannot be used: {error}; "
+            "allowed: PEM files of a certificate and its private key, without a password; change --ssl-certfile "
+            "or --ssl-keyfile"
+        ) from error
+    return "https"
 
 
 def listen(config: FrontendConfig) -> socket.socket:

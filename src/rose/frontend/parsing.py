@@ -8,6 +8,8 @@ refused with the nearest known name. Knows no formatter and no engine.
 from __future__ import annotations
 
 import difflib
+import itertools
+import re
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -23,6 +25,14 @@ from rose.frontend.schemas import (
 )
 from rose.protocol.sampling_params import MAX_TOP_LOGPROBS
 
+MAX_JSON_DEPTH = 100
+"""Of objects and lists in each other. JSON schemas, the deepest that clients send, take two for each of theirs."""
+MAX_JSON_VALUES = 2_000_000
+"""Of a body, about: each takes some 50 bytes once it is read. 1024 prompts of 2000 token ids fit."""
+MAX_MESSAGES = 16_384
+"""Each takes 4 tokens at least, so more than a context holds are refused a little later anyway."""
+MAX_TOOLS = 1024
+"""OpenAI allows 128; a prompt with more fits and works."""
 MAX_CHOICES = 128
 MAX_STOPS = 16
 """OpenAI allows 4; more cost nothing here, but each is searched for in every piece of text."""
@@ -72,8 +82,9 @@ Parsed = TypeVar("Parsed", bound=msgspec.Struct)
 def parse_json(body: bytes) -> dict[str, Any]:
     """Return the object in a body.
 
-    Raises  RequestError for malformed JSON and for JSON that is no object.
+    Raises  RequestError for malformed JSON, for JSON that is no object, is nested too deeply or has too many values.
     """
+    _check_shape(body)
     try:
         value = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError) as error:
@@ -90,6 +101,37 @@ def parse_json(body: bytes) -> dict[str, Any]:
     return value
 
 
+_STRING = re.compile(rb'"[^"]*"?')
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_STEPS = [1 if byte in b"[{" else -1 for byte in range(256)]
+
+
+def _check_shape(body: bytes) -> None:
+    """Refuse, before anything is built of it, what would take much memory or the whole stack."""
+    if body.count(b"[") + body.count(b"{") <= MAX_JSON_DEPTH and len(body) <= MAX_JSON_VALUES:
+        return
+    # Without escapes strings are what stands between two quotes: found at the speed of a copy.
+    plain = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    _check_values(plain.count(b'"') // 2)
+    frame = _STRING.sub(b"", plain)
+    _check_values(frame.count(b",") + frame.count(b"[") + frame.count(b"{"))
+    brackets = frame.translate(None, _NO_BRACKETS)
+    depth = max(itertools.accumulate(map(_STEPS.__getitem__, brackets)), default=0)
+    if depth > MAX_JSON_DEPTH:
+        raise RequestError(
+            "invalid_json",
+            f"the body is nested {depth} levels deep; allowed: {MAX_JSON_DEPTH}; send one that is flatter",
+        )
+
+
+def _check_values(num_values: int) -> None:
+    if num_values > MAX_JSON_VALUES:
+        raise RequestError(
+            "invalid_json",
+            f"the body has about {num_values} values; allowed: {MAX_JSON_VALUES}; send several requests",
+        )
+
+
 def parse_chat(body: dict[str, Any]) -> ChatRequest:
     """Return a checked chat request.
 
@@ -98,6 +140,8 @@ def parse_chat(body: dict[str, Any]) -> ChatRequest:
     request = convert(body, ChatRequest, UNSUPPORTED_CHAT)
     if not request.messages:
         refuse("invalid_request", "messages", "messages is empty; give at least one message")
+    _check_count("messages", request.messages, MAX_MESSAGES)
+    _check_count("tools", request.tools or [], MAX_TOOLS)
     for place, message in enumerate(request.messages):
         _check_parts(
             convert_part(message, Message, f"messages[{place}]"), f"messages[{place}].content"
@@ -108,6 +152,11 @@ def parse_chat(body: dict[str, Any]) -> ChatRequest:
     _check_choices(request)
     chat_logprobs(request)
     return request
+
+
+def _check_count(name: str, listed: list[Any], most: int) -> None:
+    if len(listed) > most:
+        refuse("invalid_request", name, f"{name} has {len(listed)} entries; allowed: {most}")
 
 
 def parse_completion(body: dict[str, Any]) -> CompletionRequest:

@@ -14,9 +14,11 @@ from typing import Any, Protocol
 from starlette.types import Receive, Scope, Send
 
 from rose.frontend.client import EngineClient
-from rose.frontend.errors import RequestError, error_body, error_headers
+from rose.frontend.errors import RequestError, error_body
 from rose.frontend.generation import Job, Piece, pieces
 from rose.frontend.metrics import Metrics
+from rose.frontend.middleware import current_request_id, log_failure
+from rose.frontend.reply import send_error, send_json, start
 from rose.frontend.schemas import encode
 from rose.utils.log import get_logger
 
@@ -113,8 +115,11 @@ class ChunkSource:
 class AnswerResponse:
     """The ASGI response of one answer."""
 
-    def __init__(self, source: AnswerSource, metrics: Metrics) -> None:
+    def __init__(
+        self, source: AnswerSource, metrics: Metrics, *, timeout_s: float | None = None
+    ) -> None:
         self._source = source
+        self._timeout_s = timeout_s
         self._metrics = metrics
         self._is_started = False
 
@@ -126,7 +131,7 @@ class AnswerResponse:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 self._metrics.disconnected(self._source.endpoint)
-                logger.info("%s: the client left, its request is aborted", self._source.answer_id)
+                logger.info("%s: the client left, its request is aborted", current_request_id())
         finally:
             # Cancelling closes `parts`, which aborts the engine's request.
             was_done = work.done()
@@ -138,12 +143,18 @@ class AnswerResponse:
 
     async def _answer(self, send: Send) -> None:
         try:
-            await (self._stream(send) if self._source.is_stream else self._whole(send))
+            async with asyncio.timeout(self._timeout_s):
+                await (self._stream(send) if self._source.is_stream else self._whole(send))
         except RequestError as error:
             await self._fail(error, send)
-        except Exception:
+        except TimeoutError:
+            text = (
+                f"the answer was not done within {self._timeout_s:g} s, the limit of this request"
+            )
+            await self._fail(RequestError("request_timeout", text), send)
+        except Exception as bug:  # noqa: BLE001
             # Answered rather than dropped: a client would take a cut stream for a finished one.
-            logger.exception("%s failed", self._source.answer_id)
+            log_failure(bug)
             error = RequestError("internal_error", "the server failed while it wrote this answer")
             await self._fail(error, send)
 
@@ -154,12 +165,12 @@ class AnswerResponse:
         await self._send_part(send, b"", is_last=True)
 
     async def _whole(self, send: Send) -> None:
-        await _send_json(send, 200, await self._source.whole())
+        await send_json(send, 200, await self._source.whole())
 
     async def _send_part(self, send: Send, body: bytes, *, is_last: bool = False) -> None:
         if not self._is_started:
             self._is_started = True
-            await send(_start(200, SSE_HEADERS))
+            await send(start(200, SSE_HEADERS))
         if body or is_last:
             await send({"type": "http.response.body", "body": body, "more_body": not is_last})
 
@@ -168,26 +179,9 @@ class AnswerResponse:
         if self._is_started:
             await self._send_part(send, await self._source.failed(error), is_last=True)
         else:
-            await _send_json(send, error.kind.status, error_body(error), error_headers(error))
+            await send_error(send, error)
 
 
 async def _until_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _send_json(
-    send: Send, status: int, body: bytes, headers: dict[str, str] | None = None
-) -> None:
-    whole = {
-        "content-type": "application/json",
-        "content-length": str(len(body)),
-        **(headers or {}),
-    }
-    await send(_start(status, whole))
-    await send({"type": "http.response.body", "body": body})
-
-
-def _start(status: int, headers: dict[str, str]) -> dict[str, Any]:
-    pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
-    return {"type": "http.response.start", "status": status, "headers": pairs}
