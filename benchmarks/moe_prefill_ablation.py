@@ -31,10 +31,8 @@ FOLDER = Path(cuda_prefill.__file__).parent
 TOKENS = 8192
 PRODUCTS = [
     ("gate_up", 256, False),
-    ("gate_up", 256, True),
     ("down", 256, False),
     ("down", 192, False),
-    ("down", 192, True),
 ]
 Edits = list[tuple[str, str]]
 

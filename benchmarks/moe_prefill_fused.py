@@ -47,9 +47,12 @@ RUNGS = [r for r in (*LADDER[:14], *MORE) if r.weight == "fp8_block"]
 RUNGS.append(Rung(name="wide_700", sizes={**WIDE, "E": 4}, tokens=700))
 PRODUCTS = {
     "mxfp4_r256": ("mxfp4", "r256"),
+    "mxfp4_r256_turns": ("mxfp4", "r256_turns"),
     "fp8_r256": ("fp8_block", "r256"),
+    "fp8_r256_turns": ("fp8_block", "r256_turns"),
     "fp8_r128": ("fp8_block", "r128"),
     "fp8_r128_late": ("fp8_block", "r128_late"),
+    "fp8_r128_turns": ("fp8_block", "r128_turns"),
 }
 WAYS = {"rows": ("fp8_block", "r256"), **PRODUCTS, "whole": ("mxfp4", "r256")}
 assert SMALL["D"] % 64 == 0
@@ -160,7 +163,7 @@ def product_steps(
             "bias_EF": plain.gate_up_bias_EF,
             "alpha": alpha,
             "limit": limit,
-            "late": shapes.late,
+            "order": shapes.order,
         }
         kept["hidden"] = library.gate_up(*rows, table, matrix=up, **options)
         torch.cuda.synchronize()
@@ -174,7 +177,7 @@ def product_steps(
         return found
 
     def down() -> list[str | None]:
-        options = {"bias_ED": plain.down_bias_ED, "late": shapes.late}
+        options = {"bias_ED": plain.down_bias_ED, "order": shapes.order}
         y = library.down(*kept["hidden"], table, matrix=down_matrix, **options)
         torch.cuda.synchronize()
         hidden_RI = spread(*kept["hidden"], 128)[:count]
@@ -314,7 +317,7 @@ def stages_of(
     """Return each product as a closure over rows that the bound kernels made, and the whole."""
     library = cuda_fused.FusedLibrary()
     up, down_matrix, plain = cuda_fused.matrices(arguments["weights"])
-    late = shapes.late
+    order = shapes.order
     table = table_of(arguments["expert_ids_TK"], up.shape[0], shapes.rows)
     rows = cuda_prefill.PrefillLibrary().quantize_rows(arguments["x_TD"], table)
 
@@ -326,14 +329,14 @@ def stages_of(
             bias_EF=plain.gate_up_bias_EF,
             alpha=1.702,
             limit=7.0,
-            late=late,
+            order=order,
         )
 
     hidden = gate_up()
     return {
         "gate_up": gate_up,
         "down": lambda: library.down(
-            *hidden, table, matrix=down_matrix, bias_ED=plain.down_bias_ED, late=late
+            *hidden, table, matrix=down_matrix, bias_ED=plain.down_bias_ED, order=order
         ),
         "whole": lambda: cuda_fused.run_experts(library, **arguments, shapes=shapes),
     }
@@ -417,7 +420,8 @@ def main() -> int:
     # Without a right sort and quantisation only the products can be timed.
     stages = [] if "rows" in good and "whole" in good else ["gate_up", "down"]
     for model in [] if arguments.check_only else ("120b", "20b"):
-        wanted = ["bound", "mxfp4_r256"] if model == "120b" else ["bound", "rows", *PRODUCTS]
+        packed = [way for way, (weight, _) in PRODUCTS.items() if weight == "mxfp4"]
+        wanted = ["bound", *(packed if model == "120b" else ["rows", *PRODUCTS])]
         ways = [way for way in wanted if way in (*good, "bound")]
         left = began + arguments.seconds - time.monotonic()
         options = ["--time", *ways, "--model", model, "--tokens", str(arguments.tokens)]

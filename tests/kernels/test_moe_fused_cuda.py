@@ -31,13 +31,14 @@ def test_kernels_compile_without_warnings_and_spill_only_between_tiles() -> None
     assert "Performance Loss" not in built.log
     functions = re.split(r"\n\s*Function : ", build.disassemble(built.path))[1:]
     products = [f for f in functions if "7product" in f.split("\n")[0]]
-    assert len(products) == 8
+    assert len(products) == 14
     for code in products:
         assert "USETMAXREG" in code
         assert "UTMALDG" in code
-        # From the first tensor-core instruction to the last: the main loop of the multiplying warps.
+        # From the first tensor-core instruction to the last: the main loop of the multiplying warps, and between its two
+        # forms what is put away once a tile.
         loop = code[code.index("QGMMA") : code.rindex("QGMMA")]
-        assert len(re.findall(r"\b(LDL|STL)\b", loop)) <= 2, code.split("\n")[0]
+        assert len(re.findall(r"\b(LDL|STL)\b", loop)) <= 3, code.split("\n")[0]
 
 
 def test_nothing_binds_them() -> None:

@@ -22,7 +22,17 @@ from typing import Any
 from rose.utils.errors import RoseError
 
 COMMON = Path(__file__).parent / "cuda_common"
-FLAGS = ("-O3", "--std=c++17", "-shared", "-Xcompiler", "-fPIC", "-cudart", "static")
+FLAGS = (
+    "-O3",
+    "--std=c++17",
+    "-shared",
+    "-Xcompiler",
+    "-fPIC,-fno-gnu-unique",
+    "-cudart",
+    "static",
+)
+"""No unique symbols: with them the statics of a template are one for all libraries of a process, so that a second
+build of a source would believe that its kernels' attributes had been set."""
 REPORT_FLAGS = ("-Xptxas", "-v")
 SM90A = "90a"
 """Hopper with WGMMA and setmaxnreg; plain "90" rejects both."""

@@ -37,6 +37,10 @@ struct Barrier {
   }
 };
 
+struct Named {
+  int arrived = 0, generation = 0;
+};
+
 struct Warp {
   int arrived = 0, generation = 0;
   uint32_t values[32];
@@ -54,6 +58,7 @@ struct Block {
   std::vector<uint8_t> shared;
   std::vector<uint8_t> is_unfenced;  // by generic stores, read by the tensor core only after a fence
   std::map<uint32_t, Barrier> barriers;
+  std::map<uint32_t, Named> named;
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
   std::vector<std::function<void()>> copies;

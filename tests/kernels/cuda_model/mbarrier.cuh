@@ -41,8 +41,22 @@ inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   while ((barrier_at(barrier).phase & 1) == parity) model::yield("a barrier");
 }
 
-inline void named_sync(uint32_t, uint32_t) { model::fail("named barriers are not modelled"); }
-inline void named_arrive(uint32_t, uint32_t) { model::fail("named barriers are not modelled"); }
+inline void named_arrive(uint32_t id, uint32_t threads) {
+  model::Named& named = model::block->named[id];
+  if (++named.arrived == int(threads)) {
+    named.arrived = 0;
+    ++named.generation;
+  }
+  ++model::block->progress;
+}
+
+inline void named_sync(uint32_t id, uint32_t threads) {
+  const model::Named& named = model::block->named[id];
+  const int generation = named.generation;
+  named_arrive(id, threads);
+  while (named.generation == generation) model::yield("a named barrier");
+}
+
 inline uint32_t cluster_rank() { return 0; }
 inline void cluster_sync() { model::fail("clusters are not modelled"); }
 inline void mbarrier_arrive_remote(uint32_t, uint32_t) { model::fail("clusters are not modelled"); }

@@ -47,10 +47,15 @@ struct Problem {
   __nv_bfloat16* y;
 };
 
-// kSlabs x kRuns accumulators a consumer: 2 x 1 or 1 x 2. kLate: the second consumer begins half a tile's end later.
-template <bool kGateUpP, bool kMxfp4P, int kSlabsP, int kStagesP, bool kLateP = false>
+// How the two consumers share the tensor cores. kLate: the second begins half a tile's end later. kTurns: their pieces
+// alternate, so that one multiplies while the other adds its sums up; both count the same turns, whatever rows they have.
+enum class Order { kFree, kLate, kTurns };
+
+// kSlabs x kRuns accumulators a consumer: 2 x 1 or 1 x 2.
+template <bool kGateUpP, bool kMxfp4P, int kSlabsP, int kStagesP, Order kOrderP = Order::kFree>
 struct Plan {
-  static constexpr bool kGateUp = kGateUpP, kMxfp4 = kMxfp4P, kLate = kLateP;
+  static constexpr bool kGateUp = kGateUpP, kMxfp4 = kMxfp4P;
+  static constexpr bool kLate = kOrderP == Order::kLate, kTurns = kOrderP == Order::kTurns;
   static constexpr int kSlabs = kSlabsP, kRuns = 2 / kSlabs, kStages = kStagesP;
   static constexpr int kRows = 128 * kSlabs, kWide = kColumns * kRuns;
   static constexpr int kPasses = kGateUp && kRuns == 1 ? 2 : 1;
@@ -325,6 +330,17 @@ __device__ __forceinline__ void expand(const Problem& p, int num_items, const Sh
   }
 }
 
+// A consumer takes its turn when the other has issued its products, and passes it once its own are issued.
+template <typename P>
+__device__ __forceinline__ void take_turn() {
+  if constexpr (P::kTurns) named_sync(1 + threadIdx.x / 128, 256);
+}
+
+template <typename P>
+__device__ __forceinline__ void pass_turn() {
+  if constexpr (P::kTurns) named_arrive(1 + (threadIdx.x / 128 ^ 1), 256);
+}
+
 // One stage: kSteps products of 32 along K for each piece, and their sums into `total`.
 template <typename P, int kSteps>
 __device__ __forceinline__ void multiply(float (&total)[2][64], uint64_t a, uint64_t w, uint32_t a_scales,
@@ -332,9 +348,14 @@ __device__ __forceinline__ void multiply(float (&total)[2][64], uint64_t a, uint
   float part[64];
 #pragma unroll
   for (int s = 0; s < 2; ++s) {
-    if (s >= pieces) break;
+    if (s >= pieces) {
+      take_turn<P>();
+      pass_turn<P>();
+      continue;
+    }
     const float scale0 = load_shared(a_scales + (P::kSlabs == 2 ? s * kScalePitch : 0));
     const float scale1 = load_shared(a_scales + (P::kSlabs == 2 ? s * kScalePitch : 0) + 32);
+    take_turn<P>();
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -342,6 +363,7 @@ __device__ __forceinline__ void multiply(float (&total)[2][64], uint64_t a, uint
                       advance(w, (P::kRuns == 2 ? s * kColumns * kBlockK : 0) + step * 32), step > 0);
     }
     wgmma_commit();
+    pass_turn<P>();
     wgmma_wait<0>();
     settle(part);
     if (s == pieces - 1) {
@@ -541,6 +563,7 @@ __device__ __forceinline__ void consume(const Problem& p, int num_items, const S
   const int k_blocks = (p.k + kBlockK - 1) / kBlockK, k_full = p.k / kBlockK;
   Ring<P::kStages> ring;
   if (P::kLate && threadIdx.x >= 128) __nanosleep(1500);
+  if (threadIdx.x >= 128) pass_turn<P>();  // the first is the first consumer's
   for (int round = 0; item_of_round(round) < num_items; ++round) {
     for (int pass = 0; pass < P::kPasses; ++pass) {
       mbarrier_wait(at.full + 8 * ring.stage, ring.parity);
@@ -551,6 +574,10 @@ __device__ __forceinline__ void consume(const Problem& p, int num_items, const S
       if (pieces == 0) {
         for (int kb = 0; kb < k_blocks; ++kb, ring.next()) {
           mbarrier_wait(at.full + 8 * ring.stage, ring.parity);
+          for (int s = 0; s < 2; ++s) {
+            take_turn<P>();
+            pass_turn<P>();
+          }
           __syncwarp();
           if (threadIdx.x % 32 == 0) mbarrier_arrive(at.empty + 8 * ring.stage);
         }
