@@ -298,13 +298,21 @@ def test_a_stage_expands_to_what_the_converter_makes(first_column: int) -> None:
 
 
 def test_shared_memory_of_every_shape_fits_and_is_aligned() -> None:
-    plans = re.findall(
-        r"Plan<(true|false), (true|false), (\d), (\d)",
+    launched = re.findall(
+        r"return launch_product<(true|false), (\d), (\d)>",
         (FOLDER / "prefill_fused_sm90.cu").read_text(),
     )
-    assert len(plans) == 8
-    for gate_up, mxfp4, slabs_text, stages_text in plans:
-        slabs, stages = int(slabs_text), int(stages_text)
+    assert [g for g, _, _ in launched] == ["true", "false"]
+    plans = [
+        (gate_up, mxfp4, slabs, int(stages))
+        for gate_up, of_256, of_128 in launched
+        for mxfp4, slabs, stages in (
+            ("true", 2, of_256),
+            ("false", 2, of_256),
+            ("false", 1, of_128),
+        )
+    ]
+    for gate_up, mxfp4, slabs, stages in plans:
         runs = 2 // slabs
         stage = 128 * slabs * 128 + 128 * runs * 128
         aside = slabs * 640 + 128 + 4 * 128 * runs
