@@ -28,6 +28,7 @@ from rose.frontend.metrics import Metrics
 from rose.frontend.middleware import RequestFrame
 from rose.frontend.parsing import parse_chat, parse_completion, parse_json
 from rose.frontend.reply import JSON
+from rose.frontend.responses.routes import ResponsesRoutes
 from rose.frontend.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -40,6 +41,7 @@ from rose.frontend.stream import AnswerResponse, ChunkSource, Fold, Writer
 
 ENDPOINTS = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
 """Names in metrics; a client's path never becomes a label."""
+RESPONSES = "/v1/responses"
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -137,11 +139,12 @@ def create_app(
 ) -> Starlette:
     """Return the application; the client is started and closed with it. `keys`: see `access.read_keys`."""
     routes = Routes(config, client, jobs, metrics)
+    responses = ResponsesRoutes(config, client, jobs, metrics)
     metrics.observe_engine(client)
 
     async def on_request_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
-        endpoint = ENDPOINTS.get(request.url.path, "other")
+        endpoint = _endpoint(request.url.path)
         metrics.answered(endpoint, error.kind.status, "error")
         return _error_response(error)
 
@@ -151,16 +154,19 @@ def create_app(
         try:
             yield
         finally:
+            await responses.drain()
             await client.close()
+            await responses.close()
 
     async def on_disconnect(request: Request, error: Exception) -> Response:
-        metrics.disconnected(ENDPOINTS.get(request.url.path, "other"))
+        metrics.disconnected(_endpoint(request.url.path))
         return _error_response(RequestError("client_disconnected", "the client left"))
 
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
             Route("/v1/completions", routes.completions, methods=["POST"]),
+            *responses.routes(),
             Route("/v1/models", routes.models),
             Route("/v1/models/{name:path}", routes.model),
             Route("/health", routes.health),
@@ -182,6 +188,11 @@ def create_app(
     # A redirect would be an answer of no API; the path without its last slash is what was meant, and is named.
     app.router.redirect_slashes = False
     return app
+
+
+def _endpoint(path: str) -> str:
+    is_response = path == RESPONSES or path.startswith(f"{RESPONSES}/")
+    return "responses" if is_response else ENDPOINTS.get(path, "other")
 
 
 def _read_chat(raw: bytes) -> tuple[dict[str, Any], ChatRequest]:

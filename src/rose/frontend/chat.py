@@ -41,7 +41,7 @@ class ChatWriter:
         """Return the chunks of one piece; the first of a choice carries the role."""
         written = self._role(piece.index)
         for delta in piece.deltas:
-            logprobs = _logprobs(delta.scores) if delta.scores else None
+            logprobs = _logprobs(delta.scores)
             written.append(self._chunk(piece.index, _change(delta), logprobs=logprobs))
         if piece.finish_reason is not None:
             written.append(self._chunk(piece.index, ChatDelta(), piece.finish_reason))
@@ -153,8 +153,9 @@ class ChatFold:
         )
 
 
-def _logprobs(scores: list[TokenScore]) -> ChatLogprobs:
-    content = [
+def token_logprobs(scores: list[TokenScore]) -> list[TokenLogprob]:
+    """Return log-probabilities as both chat completions and Responses write them."""
+    return [
         TokenLogprob(
             token=score.text,
             logprob=score.logprob,
@@ -166,7 +167,10 @@ def _logprobs(scores: list[TokenScore]) -> ChatLogprobs:
         )
         for score in scores
     ]
-    return ChatLogprobs(content=content)
+
+
+def _logprobs(scores: list[TokenScore]) -> ChatLogprobs | None:
+    return ChatLogprobs(content=token_logprobs(scores)) if scores else None
 
 
 def _add_delta(message: ChatMessage, delta: ChatDelta) -> None:

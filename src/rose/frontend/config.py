@@ -38,6 +38,16 @@ class FrontendConfig:
     """Private key of the certificate (PEM, without a password), where it is not in the same file."""
     max_request_bytes: int = 32 * 2**20
     """Larger bodies are refused with 413."""
+    response_store: Literal["memory", "none"] = "memory"
+    """Where responses are kept for previous_response_id and GET: memory of the process, or none."""
+    response_store_count: int = 10_000
+    """Most responses kept; the longest unused go first."""
+    response_store_bytes: int = 256 * 2**20
+    """Most bytes of responses kept, and as many again of events of responses made in the background."""
+    response_store_s: float = 86_400.0
+    """A response that nobody asks for is forgotten after so many seconds."""
+    responses_key_file: str = ""
+    """File with the secret that seals encrypted reasoning (32 bytes or more). Empty: a key of this process alone."""
     request_timeout_s: float = 0.0
     """Answers that take longer are ended with 504; 0: never. A request may ask for less with x-request-timeout."""
     log_requests: bool = True

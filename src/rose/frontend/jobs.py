@@ -51,7 +51,7 @@ class Ask:
 
     endpoint: str
     """In metrics."""
-    id_prefix: str
+    answer_id: str
     prompt_param: str
     """The field that holds the conversation."""
     limit: int | None
@@ -104,7 +104,7 @@ class JobMaker:
         )
         ask = Ask(
             endpoint="chat",
-            id_prefix="chatcmpl-",
+            answer_id=new_id("chatcmpl-"),
             prompt_param="messages",
             limit=getattr(request, limit_param),
             limit_param=limit_param,
@@ -166,7 +166,7 @@ class JobMaker:
             )
             for index, decoder in enumerate(decoders)
         ]
-        job = self._job(request, ask.endpoint, ask.id_prefix, [prompt], runs)
+        job = self._job(request, ask.endpoint, ask.answer_id, [prompt], runs)
         job.with_usage = ask.with_usage
         _add_requests(job, request, [prompt], [budget], status, ask.logprobs)
         return job
@@ -208,7 +208,7 @@ class JobMaker:
             )
             for index, decoder in enumerate(decoders)
         ]
-        job = self._job(request, "completions", "cmpl-", prompts, runs)
+        job = self._job(request, "completions", new_id("cmpl-"), prompts, runs)
         job.with_usage = bool(request.stream_options and request.stream_options.include_usage)
         _add_requests(job, request, prompts, budgets, status, logprobs)
         return job
@@ -217,13 +217,13 @@ class JobMaker:
         self,
         request: SamplingFields,
         endpoint: str,
-        prefix: str,
+        answer_id: str,
         prompts: list[EncodedPrompt],
         runs: list[ChoiceRun],
     ) -> Job:
         return Job(
             endpoint=endpoint,
-            answer_id=new_id(prefix),
+            answer_id=answer_id,
             model=self.model_names[0],
             created=int(time.time()),
             num_prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),

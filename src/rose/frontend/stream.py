@@ -40,7 +40,7 @@ class Writer(Protocol):
 
 
 class AnswerSource(Protocol):
-    """What one request is answered with, as bytes: `ChunkSource` or `ResponsesSource`."""
+    """What one request is answered with, as bytes: `ChunkSource`, or `TurnSource` of the Responses API."""
 
     endpoint: str
     """In metrics."""

@@ -66,7 +66,8 @@ def assemble(
         namespaces=(Namespace(name=FUNCTIONS, tools=tools),) if tools else (),
         response_format=shape.get("response_format"),
     )
-    system = SystemContent(effort=resolve_effort(effort), date=_date(body))
+    where = "reasoning.effort" if body.get("api") == "responses" else "reasoning_effort"
+    system = SystemContent(effort=resolve_effort(effort, where), date=_date(body))
     messages = [Message(role="system", content=(system,))]
     if developer != DeveloperContent():
         messages.append(Message(role="developer", content=(developer,)))
@@ -74,12 +75,12 @@ def assemble(
     return Conversation(messages=[*messages, *history[num_leading:]], function_names=names)
 
 
-def resolve_effort(asked: Any) -> str:
+def resolve_effort(asked: Any, where: str = "reasoning_effort") -> str:
     """Return the effort that the model is told: low, medium or high; None asks for medium."""
     if asked is None:
         return "medium"
     if not isinstance(asked, str) or asked not in EFFORTS:
-        raise problem("reasoning_effort", asked, f"one of {', '.join(EFFORTS)}")
+        raise problem(where, asked, f"one of {', '.join(EFFORTS)}")
     return EFFORTS[asked]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from rose.frontend.formatters.harmony.conversation import (
@@ -27,6 +28,9 @@ _PHASES = {"commentary": "commentary", "final_answer": "final"}
 def read_responses(body: dict[str, Any]) -> Conversation:
     """Return the conversation of a Responses body whose earlier turns are in `input`.
 
+    `sampled_tokens`, which no client can give, has the tokens that were sampled for some items, by their place in
+    `input`; those items are repeated by them.
+
     Raises   FormatError for the first field that cannot be rendered
     """
     if body.get("previous_response_id") is not None:
@@ -36,8 +40,12 @@ def read_responses(body: dict[str, Any]) -> Conversation:
     items = input_items(body.get("input"))
     history = [developer_message((_instructions(body),))] if _instructions(body) else []
     call_names: dict[str, str] = {}
+    sampled = body.get("sampled_tokens", {})
     for i, item in enumerate(items):
-        history += _read_item(item, f"input[{i}]", call_names, items[i + 1 :])
+        read = _read_item(item, f"input[{i}]", call_names, items[i + 1 :])
+        if i in sampled and len(read) == 1:
+            read = [replace(read[0], token_ids=sampled[i])]
+        history += read
     text = body.get("text")
     asked_format = text.get("format") if isinstance(text, dict) else None
     reasoning = body.get("reasoning")

@@ -1,0 +1,154 @@
+"""From a request and the store to the whole conversation that the model shall read.
+
+Earlier responses and references are looked up, sealed reasoning is opened, and with truncation=auto the oldest
+turns are left out where the prompt would not fit. Knows the store and the formatter's body, no engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rose.frontend.errors import RequestError
+from rose.frontend.parsing import quoted
+from rose.frontend.responses.ids import item_id, response_of
+from rose.frontend.responses.items import Item, read_items
+from rose.frontend.responses.schemas import ResponsesRequest
+from rose.frontend.responses.sealing import Sealer, SealError
+from rose.frontend.responses.store import Record, Store
+
+Sampled = dict[int, list[int]]
+
+
+@dataclass(slots=True, kw_only=True)
+class Context:
+    """What an answer is generated from, instructions and tools left out."""
+
+    items: list[Item]
+    sampled: Sampled = field(default_factory=dict)
+    """Tokens of some items, by place."""
+
+    def without_oldest(self, num_items: int) -> Context:
+        """Return the context without its first items; leading system and developer messages stay."""
+        lead = _num_leading(self.items)
+        cut = lead + num_items
+        kept = {
+            i if i < lead else i - num_items: ids
+            for i, ids in self.sampled.items()
+            if i < lead or i >= cut
+        }
+        return Context(items=[*self.items[:lead], *self.items[cut:]], sampled=kept)
+
+    def turns(self) -> list[int]:
+        """Return how many items can be left out so that what is left begins with a user's message."""
+        lead = _num_leading(self.items)
+        return [
+            i - lead
+            for i, item in enumerate(self.items)
+            if i > lead and item["type"] == "message" and item["role"] == "user"
+        ]
+
+
+def resolve(request: ResponsesRequest, response_id: str, store: Store, sealer: Sealer) -> Context:
+    """Return the conversation of a request; `response_id` is that of the response to come.
+
+    Raises  RequestError for what is not stored (any more) and for what cannot be opened.
+    """
+    own = read_items(
+        request.input, lambda prefix, i: item_id(prefix, response_id, i, is_input=True)
+    )
+    context = _previous(request.previous_response_id, store)
+    first = len(context.items)
+    for place, item in enumerate(own):
+        if item["type"] == "item_reference":
+            _add_referenced(context, item["id"], place, store)
+        else:
+            context.items.append(item)
+    _open_sealed(context, first, sealer)
+    return context
+
+
+def body_of(request: ResponsesRequest, context: Context) -> dict[str, Any]:
+    """Return the body that a formatter reads: the request's fields with the whole conversation as `input`."""
+    reasoning, text = request.reasoning, request.text
+    return {
+        "api": "responses",
+        "instructions": request.instructions,
+        "input": context.items,
+        "sampled_tokens": context.sampled,
+        "tools": request.tools,
+        "tool_choice": request.tool_choice,
+        "reasoning": {"effort": reasoning.effort} if reasoning else None,
+        "text": {"format": text.format} if text else None,
+    }
+
+
+def of_record(record: Record) -> Context:
+    """Return what a next turn reads of a stored response: its conversation and its answer."""
+    output = [{**item, "hidden": True} if record.is_hidden else item for item in record.output]
+    return Context(items=[*record.history, *output], sampled=dict(record.sampled))
+
+
+def _previous(response_id: str | None, store: Store) -> Context:
+    if response_id is None:
+        return Context(items=[])
+    record = store.get(response_id)
+    if record is None:
+        raise RequestError(
+            "previous_response_not_found",
+            f"previous_response_id={quoted(response_id)} is not stored here (any more); send the whole conversation "
+            "as input, or raise the limits of --response-store",
+            param="previous_response_id",
+        )
+    if record.status not in ("completed", "incomplete"):
+        raise RequestError(
+            "invalid_request",
+            f"previous_response_id={quoted(response_id)} is {record.status}; allowed: a response that is completed "
+            "or incomplete; wait for it",
+            param="previous_response_id",
+        )
+    return of_record(record)
+
+
+def _add_referenced(context: Context, reference: str, place: int, store: Store) -> None:
+    response_id = response_of(reference)
+    record = store.get(response_id) if response_id else None
+    known = of_record(record) if record else Context(items=[])
+    for i, item in enumerate(known.items):
+        if item["id"] == reference:
+            if i in known.sampled:
+                context.sampled[len(context.items)] = known.sampled[i]
+            context.items.append(item)
+            return
+    raise RequestError(
+        "item_not_found",
+        f"input[{place}] refers to {quoted(reference)}, which is not stored here (any more); send the item itself",
+        param=f"input[{place}].id",
+    )
+
+
+def _open_sealed(context: Context, first: int, sealer: Sealer) -> None:
+    """Open sealed reasoning of the request's own items; text that came beside it is taken as it is."""
+    for i in range(first, len(context.items)):
+        item = context.items[i]
+        sealed = item.get("encrypted_content")
+        if item["type"] != "reasoning" or sealed is None or item.get("content"):
+            continue
+        param = f"input[{i - first}].encrypted_content"
+        try:
+            text = sealer.open(sealed)
+        except SealError as error:
+            raise RequestError(
+                "invalid_encrypted_content",
+                f"{param} cannot be read: {error}; send the reasoning item as this server sent it, or leave it out",
+                param=param,
+            ) from error
+        content = [{"type": "reasoning_text", "text": text}]
+        context.items[i] = {**item, "content": content, "hidden": True}
+
+
+def _num_leading(items: list[Item]) -> int:
+    for i, item in enumerate(items):
+        if item["type"] != "message" or item["role"] not in ("system", "developer"):
+            return i
+    return len(items)

@@ -1,0 +1,173 @@
+"""Bytes of a Responses body -> a checked struct, or a RequestError that names the field.
+
+The same three lists decide about a field as in `rose.frontend.parsing`. Knows no formatter and no engine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rose.frontend.parsing import (
+    check_stops,
+    checked_top_logprobs,
+    convert,
+    convert_part,
+    quoted,
+    refuse,
+)
+from rose.frontend.responses.schemas import FunctionTool, ResponsesRequest
+
+IGNORED = frozenset({"service_tier"})
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "conversation": (),
+    "prompt": (),
+    "context_management": (),
+    "moderation": (),
+    "prompt_cache_options": (),
+}
+LOGPROBS = "message.output_text.logprobs"
+ENCRYPTED_REASONING = "reasoning.encrypted_content"
+INCLUDES = (LOGPROBS, ENCRYPTED_REASONING)
+NOTHING_TO_INCLUDE = (
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+)
+"""Of tools and images that no response here has: accepted, since there is nothing to leave out."""
+MAX_METADATA = 16
+MAX_METADATA_NAME = 64
+MAX_METADATA_TEXT = 512
+
+
+def parse_response(body: dict[str, Any]) -> ResponsesRequest:
+    """Return a checked request.
+
+    Raises  RequestError naming the field by its path.
+    """
+    request = convert(body, ResponsesRequest, UNSUPPORTED, IGNORED)
+    check_include(request.include or [])
+    checked_top_logprobs(request.top_logprobs)
+    check_stops(request)
+    _check_conversation(request)
+    _check_metadata(request.metadata or {})
+    if request.stream_options is not None and not request.stream:
+        refuse(
+            "invalid_request",
+            "stream_options",
+            "stream_options was given without stream=true; set stream or leave it out",
+        )
+    if request.background and request.store is False:
+        refuse(
+            "invalid_request",
+            "background",
+            "background=true was given with store=false; nobody could ask for the response; leave one of them out",
+        )
+    return request
+
+
+def parse_input_tokens(body: dict[str, Any], *, model: str) -> ResponsesRequest:
+    """Return a checked request for a number of tokens, of this model where it names none.
+
+    Raises  RequestError naming the field by its path.
+    """
+    if body.get("model") is None:
+        body = {**body, "model": model}
+    request = convert(body, ResponsesRequest, UNSUPPORTED | {"personality": ()}, IGNORED)
+    _check_conversation(request)
+    return request
+
+
+def response_logprobs(request: ResponsesRequest) -> int | None:
+    """Return the alternatives per token, None without log-probabilities; `include` or `top_logprobs` asks for them."""
+    asked = request.top_logprobs or 0
+    return asked if asked or LOGPROBS in (request.include or []) else None
+
+
+def check_include(names: list[str]) -> None:
+    """Check what a response shall hold besides.
+
+    Raises  RequestError for a name that nobody knows.
+    """
+    for i, name in enumerate(names):
+        if name not in INCLUDES and name not in NOTHING_TO_INCLUDE:
+            refuse(
+                "invalid_request",
+                f"include[{i}]",
+                f"include[{i}] is {quoted(name)}; allowed: {', '.join(INCLUDES)}",
+            )
+
+
+def function_tools(request: ResponsesRequest) -> list[FunctionTool]:
+    """Return the tools.
+
+    Raises  RequestError for another tool than a function.
+    """
+    tools = []
+    for place, tool in enumerate(request.tools or []):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(tool, dict) and kind != "function":
+            refuse(
+                "unsupported_value",
+                f"tools[{place}].type",
+                f"tools[{place}] has type {quoted(kind)}; supported by this server: function; leave it out",
+            )
+        tools.append(convert_part(tool, FunctionTool, f"tools[{place}]"))
+    return tools
+
+
+def _check_conversation(request: ResponsesRequest) -> None:
+    tools = function_tools(request)
+    _check_tool_choice(request.tool_choice, has_tools=bool(tools))
+    text_format = request.text.format if request.text is not None else None
+    if text_format is not None and text_format.get("type") != "text":
+        refuse(
+            "unsupported_value",
+            "text.format",
+            f"text.format={quoted(text_format)} cannot be enforced by this server yet; allowed: "
+            '{"type":"text"}; leave it out',
+        )
+
+
+def _check_tool_choice(choice: str | dict[str, Any] | None, *, has_tools: bool) -> None:
+    if choice is None or choice == "none" or (choice == "auto" and has_tools):
+        return
+    if not has_tools and choice != "auto":
+        refuse(
+            "invalid_request",
+            "tool_choice",
+            f"tool_choice={quoted(choice)} was given without tools; allowed then: none, auto; give tools or leave it "
+            "out",
+        )
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        if choice.get("mode", "auto") == "auto":
+            return
+    elif choice == "auto":
+        return
+    if choice == "required" or isinstance(choice, dict):
+        refuse(
+            "unsupported_value",
+            "tool_choice",
+            f"tool_choice={quoted(choice)} cannot be enforced by this server yet; allowed: none, auto, and "
+            "allowed_tools with mode auto",
+        )
+    refuse("invalid_request", "tool_choice", f"tool_choice={quoted(choice)}; allowed: none, auto")
+
+
+def _check_metadata(metadata: dict[str, str]) -> None:
+    if len(metadata) > MAX_METADATA:
+        refuse(
+            "invalid_request",
+            "metadata",
+            f"metadata has {len(metadata)} pairs; allowed: {MAX_METADATA} at most",
+        )
+    for name, text in metadata.items():
+        if len(name) > MAX_METADATA_NAME or len(text) > MAX_METADATA_TEXT:
+            refuse(
+                "invalid_request",
+                "metadata",
+                f"metadata[{quoted(name)}] has a name of {len(name)} and a text of {len(text)} characters; allowed: "
+                f"{MAX_METADATA_NAME} and {MAX_METADATA_TEXT} at most",
+            )

@@ -1,0 +1,172 @@
+"""One response from its request to its record: the prompt, the engine's job, the events, what is kept.
+
+In the foreground its events go to one client as they come; `background.py` runs it for nobody in particular. Knows
+the store and the engine's client, no HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from rose.frontend.client import EngineClient
+from rose.frontend.errors import RequestError
+from rose.frontend.generation import Job, pieces
+from rose.frontend.metrics import Metrics
+from rose.frontend.responses.context import Context
+from rose.frontend.responses.events import Event, sse
+from rose.frontend.responses.items import Item
+from rose.frontend.responses.schemas import ReasoningItem, ResponseBody
+from rose.frontend.responses.store import Record, Store
+from rose.frontend.responses.writer import ResponseWriter
+from rose.frontend.schemas import encode
+
+
+class Turn:
+    """A response that is being made; run it once."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        job: Job,
+        writer: ResponseWriter,
+        context: Context,
+        *,
+        store: Store,
+        metrics: Metrics,
+        is_hidden: bool,
+        is_debug: bool,
+    ) -> None:
+        self.job = job
+        self.writer = writer
+        self._client = client
+        self._context = context
+        self._store = store
+        self._metrics = metrics
+        self._is_hidden = is_hidden
+        self._is_debug = is_debug
+        self._is_begun = False
+
+    @property
+    def body(self) -> ResponseBody:
+        """The response as far as it has come."""
+        return self.writer.body
+
+    def begin(self) -> list[Event]:
+        """Return the first events, once."""
+        if self._is_begun:
+            return []
+        self._is_begun = True
+        return self.writer.begin()
+
+    async def events(self) -> AsyncGenerator[list[Event], None]:
+        """Run the job and yield its events, the last ones once the response is kept; closing it aborts the job.
+
+        Raises  RequestError where the engine refuses or fails; `failed` has the events for that.
+        """
+        async with aclosing(pieces(self._client, self.job, self._metrics)) as source:
+            async for piece in source:
+                # The engine has taken the request: only now is there a response.
+                yield self.begin() + self.writer.events(piece)
+        self._metrics.finished(self.job)
+        if self._is_debug:
+            self.body.raw_messages = [_raw(m) for m in self.job.runs[0].answer().messages]
+        last = self.writer.end()
+        self.keep()
+        yield last
+
+    def failed(self, error: RequestError) -> list[Event]:
+        """Return the events that end a response which broke off; it is kept as far as it came."""
+        events = self.writer.fail(error.message)
+        self.keep()
+        return events
+
+    def cancelled(self) -> None:
+        """Keep the response as far as it came before somebody cancelled it."""
+        self.writer.cancel()
+        self.keep()
+
+    def keep(self) -> None:
+        """Put the response as it is into the store, where that was asked for."""
+        if self.body.store:
+            self._store.put(self.record())
+
+    def record(self) -> Record:
+        """Return the response with all that a next turn needs."""
+        output, sampled = self._private_output()
+        first = len(self._context.items)
+        return Record(
+            id=self.body.id,
+            status=self.body.status,
+            body=msgspec.Raw(encode(self.body)),
+            history=self._context.items,
+            output=output,
+            sampled=self._context.sampled | {first + i: ids for i, ids in sampled.items()},
+            is_background=self.body.background,
+            is_hidden=self._is_hidden,
+        )
+
+    def _private_output(self) -> tuple[list[Item], dict[int, list[int]]]:
+        """Return the output with its reasoning even where it is hidden, and the tokens of what can be repeated."""
+        messages = self.job.runs[0].answer().messages
+        output: list[Item] = []
+        sampled: dict[int, list[int]] = {}
+        for i, (item, place) in enumerate(zip(self.body.output, self.writer.places, strict=True)):
+            message = messages[place] if place < len(messages) else None
+            private: Item = msgspec.to_builtins(item)
+            if message is not None and isinstance(item, ReasoningItem):
+                private["content"] = [{"type": "reasoning_text", "text": message.content}]
+            output.append(private)
+            # An item that was cut, or shows something else than was sampled, is rendered from its text.
+            if message is None or message.token_ids is None or item.status != "completed":
+                continue
+            if _text(private) == message.content:
+                sampled[i] = message.token_ids
+        return output, sampled
+
+
+class TurnSource:
+    """A response in the foreground, as an answer that ends with its client; see `stream.AnswerSource`."""
+
+    def __init__(self, turn: Turn) -> None:
+        self.endpoint = turn.job.endpoint
+        self.answer_id = turn.job.answer_id
+        self.is_stream = turn.job.is_stream
+        self._turn = turn
+
+    async def parts(self) -> AsyncGenerator[bytes, None]:
+        """Yield the events as they come."""
+        async with aclosing(self._turn.events()) as source:
+            async for events in source:
+                yield b"".join(map(sse, events))
+
+    async def whole(self) -> bytes:
+        """Return the response."""
+        async with aclosing(self._turn.events()) as source:
+            async for _ in source:
+                pass
+        return encode(self._turn.body)
+
+    async def failed(self, error: RequestError) -> bytes:
+        """Return the events of a response that broke off."""
+        return b"".join(map(sse, self._turn.failed(error)))
+
+
+def _text(item: Item) -> str:
+    if item["type"] == "function_call":
+        return item["arguments"]
+    return "".join(part["text"] for part in item["content"])
+
+
+def _raw(message: Any) -> dict[str, str | None]:
+    return {
+        "role": message.role,
+        "name": message.name,
+        "channel": message.channel,
+        "recipient": message.recipient,
+        "content_type": message.content_type,
+        "content": message.content,
+    }

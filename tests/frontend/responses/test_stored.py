@@ -1,0 +1,327 @@
+"""Responses that are kept: next turns, their tokens, GET, DELETE, input items, limits."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rose.frontend.responses.store import Limits, MemoryStore, Record
+
+TOOLS = [{"type": "function", "name": "get_weather", "parameters": {"type": "object"}}]
+CALL = (
+    "<|channel|>analysis<|message|>Use it.<|end|>"
+    "<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+    '{"city":"Oslo"}<|call|>'
+)
+ANSWER = (
+    "<|channel|>analysis<|message|>Cold.<|end|>"
+    "<|start|>assistant<|channel|>final<|message|>Three degrees.<|return|>"
+)
+
+
+def output_of(body, text='{"t":3}'):
+    call = next(item for item in body["output"] if item["type"] == "function_call")
+    return [{"type": "function_call_output", "call_id": call["call_id"], "output": text}]
+
+
+def test_a_tool_loop_goes_on_from_the_very_tokens_that_were_sampled(talk, o200k):
+    sampled = o200k.encode_with_control(CALL)
+
+    async def scenario(room):
+        first = await room.create(input="Weather in Oslo?", tools=TOOLS)
+        await room.create(
+            previous_response_id=first["id"], input=output_of(first), tools=TOOLS, stream=True
+        )
+        before, after = room.prompt(0), room.prompt(1)
+        expected = [*before, *sampled]
+        assert after[: len(expected)] == expected, "the prefix cache finds the whole first turn"
+        assert room.prompt_text().endswith(
+            "<|start|>functions.get_weather to=assistant<|channel|>commentary<|message|>"
+            '{"t":3}<|end|><|start|>assistant'
+        )
+
+    talk(scenario, CALL, ANSWER)
+
+
+def test_a_loop_of_two_calls_keeps_its_prefix_and_its_reasoning(talk, o200k):
+    sampled = o200k.encode_with_control(CALL)
+
+    async def scenario(room):
+        body = None
+        for _ in range(3):
+            previous = {"previous_response_id": body["id"]} if body else {}
+            body = await room.create(
+                input=output_of(body) if body else "Hi", tools=TOOLS, **previous
+            )
+        first, second, third = (room.prompt(i) for i in range(3))
+        assert second[: len(first) + len(sampled)] == [*first, *sampled]
+        assert third[: len(second) + len(sampled)] == [*second, *sampled]
+        assert room.prompt_text().count("Use it.") == 2
+
+    talk(scenario, CALL)
+
+
+def test_after_a_final_answer_the_reasoning_is_gone_and_the_call_stays(talk):
+    async def scenario(room):
+        first = await room.create(tools=TOOLS)
+        second = await room.create(
+            previous_response_id=first["id"], input=output_of(first), tools=TOOLS
+        )
+        await room.create(previous_response_id=second["id"], input="And Rome?", tools=TOOLS)
+        text = room.prompt_text()
+        assert "Use it." not in text
+        assert "Cold." not in text
+        assert '{"city":"Oslo"}<|call|>' in text
+        assert "<|channel|>final<|message|>Three degrees.<|end|>" in text
+        assert text.endswith("<|start|>user<|message|>And Rome?<|end|><|start|>assistant")
+
+    talk(scenario, CALL, ANSWER)
+
+
+def test_a_client_that_sends_the_items_itself_gets_the_same_conversation(talk):
+    async def scenario(room):
+        first = await room.create(tools=TOOLS)
+        items = [{"role": "user", "content": "Hi"}, *first["output"], *output_of(first)]
+        await room.create(input=items, tools=TOOLS, store=False)
+        by_items = room.prompt_text()
+        await room.create(previous_response_id=first["id"], input=output_of(first), tools=TOOLS)
+        # The header of a call stands in another order in prompts than models write it.
+        sampled = "<|channel|>commentary to=functions.get_weather"
+        assert by_items == room.prompt_text().replace(
+            sampled, " to=functions.get_weather<|channel|>commentary"
+        )
+
+    talk(scenario, CALL, ANSWER, ANSWER)
+
+
+def test_what_was_not_well_formed_is_rendered_from_its_text(talk):
+    odd = CALL.replace("<|start|>assistant<|channel|>commentary", "<|channel|>commentary")
+
+    async def scenario(room):
+        first = await room.create(tools=TOOLS)
+        await room.create(previous_response_id=first["id"], input=output_of(first), tools=TOOLS)
+        assert "<|start|>assistant to=functions.get_weather<|channel|>" in room.prompt_text()
+
+    talk(scenario, odd, ANSWER)
+
+
+def test_references_bring_the_items_they_name(talk):
+    async def scenario(room):
+        first = await room.create(tools=TOOLS, input=[{"role": "user", "content": "Oslo?"}])
+        listed = (await room.get(f"{first['id']}/input_items"))["data"]
+        items = [
+            {"type": "item_reference", "id": listed[0]["id"]},
+            {"id": first["output"][0]["id"]},
+            {"type": "item_reference", "id": first["output"][1]["id"]},
+            *output_of(first),
+        ]
+        await room.create(input=items, tools=TOOLS)
+        by_reference = room.prompt()
+        await room.create(previous_response_id=first["id"], input=output_of(first), tools=TOOLS)
+        assert by_reference == room.prompt()
+        for wrong in ("rs_" + 32 * "0" + "_0", "x", first["output"][0]["id"] + "9"):
+            items = [{"type": "item_reference", "id": wrong}]
+            error = (await room.create(status=400, input=items))["error"]
+            assert (error["code"], error["param"]) == ("item_not_found", "input[0].id")
+
+    talk(scenario, CALL, ANSWER, ANSWER)
+
+
+def test_get_returns_what_create_did_until_it_is_deleted(talk):
+    async def scenario(room):
+        body = await room.create(metadata={"a": "b"})
+        assert await room.get(body["id"]) == body
+        response = await room.http.delete(f"/v1/responses/{body['id']}")
+        assert response.json() == {"id": body["id"], "object": "response", "deleted": True}
+        for method, path in (("GET", ""), ("DELETE", ""), ("GET", "/input_items")):
+            gone = await room.http.request(method, f"/v1/responses/{body['id']}{path}")
+            assert gone.status_code == 404
+            assert gone.json()["error"]["code"] == "response_not_found"
+        error = (await room.create(status=400, previous_response_id=body["id"]))["error"]
+        assert error["code"] == "previous_response_not_found"
+
+    talk(scenario, ANSWER)
+
+
+def test_a_later_turn_outlives_the_one_before(talk):
+    async def scenario(room):
+        first = await room.create(input="Question one")
+        second = await room.create(previous_response_id=first["id"], input="Question two")
+        await room.http.delete(f"/v1/responses/{first['id']}")
+        await room.create(previous_response_id=second["id"], input="Question three")
+        assert "Question one" in room.prompt_text()
+
+    talk(scenario, ANSWER)
+
+
+def test_store_false_keeps_nothing(talk):
+    async def scenario(room):
+        body = await room.create(store=False)
+        assert body["store"] is False
+        await room.get(body["id"], status=404)
+
+    talk(scenario, ANSWER)
+
+
+def test_a_server_without_a_store_says_so(talk):
+    async def scenario(room):
+        body = await room.create()
+        assert body["store"] is False
+        await room.get(body["id"], status=404)
+        for field in ("store", "background"):
+            error = (await room.create(status=400, **{field: True}))["error"]
+            assert (error["code"], error["param"]) == ("unsupported_value", field)
+
+    talk(scenario, ANSWER, config={"response_store": "none"})
+
+
+def test_input_items_are_all_that_the_answer_was_made_of(talk):
+    async def scenario(room):
+        first = await room.create(input="Hi", tools=TOOLS)
+        second = await room.create(
+            previous_response_id=first["id"], input=output_of(first), tools=TOOLS
+        )
+        path = f"{second['id']}/input_items"
+        page = await room.get(path, order="asc")
+        kinds = [item["type"] for item in page["data"]]
+        assert kinds == ["message", "reasoning", "function_call", "function_call_output"]
+        assert page["data"][1]["content"] == first["output"][0]["content"]
+        assert page["has_more"] is False
+        newest = await room.get(path)
+        assert newest["data"] == page["data"][::-1]
+        small = await room.get(path, limit=3)
+        assert (small["has_more"], len(small["data"])) == (True, 3)
+        rest = await room.get(path, after=small["last_id"], limit=3)
+        assert small["data"] + rest["data"] == newest["data"]
+        for query in ({"limit": 0}, {"limit": "x"}, {"order": "up"}, {"after": "x"}):
+            error = (await room.get(path, status=400, **query))["error"]
+            assert error["param"] == next(iter(query))
+
+    talk(scenario, CALL, ANSWER)
+
+
+def test_sealed_reasoning_carries_a_loop_without_a_store(talk):
+    include = ["reasoning.encrypted_content"]
+
+    async def scenario(room):
+        first = await room.create(
+            tools=TOOLS, store=False, include=include, reasoning_mode="hidden"
+        )
+        sealed = first["output"][0]
+        assert "content" not in sealed or sealed["content"] == []
+        items = [{"role": "user", "content": "Hi"}, *first["output"], *output_of(first)]
+        second = await room.create(input=items, tools=TOOLS, include=include)
+        assert "<|channel|>analysis<|message|>Use it.<|end|>" in room.prompt_text()
+        shown = json.dumps(await room.get(f"{second['id']}/input_items"))
+        assert "Use it." not in shown
+        broken = {**sealed, "encrypted_content": sealed["encrypted_content"][:-8] + "AAAAAAA="}
+        for wrong in (broken, {**sealed, "encrypted_content": "gAAAA é"}):
+            error = (await room.create(status=400, input=[wrong]))["error"]
+            assert error["code"] == "invalid_encrypted_content"
+            assert error["param"] == "input[0].encrypted_content"
+        later = await room.get(second["id"], **{"include[]": include[0]})
+        assert later["output"][0]["encrypted_content"].startswith("rose1.")
+
+    talk(scenario, CALL, ANSWER)
+
+
+def test_a_key_file_opens_what_another_process_sealed(talk, tmp_path):
+    key = tmp_path / "key"
+    key.write_text("k" * 32)
+    config = {"responses_key_file": str(key)}
+    made = []
+
+    async def seal(room):
+        body = await room.create(include=["reasoning.encrypted_content"])
+        made.append({**body["output"][0], "content": []})
+
+    async def unseal(room):
+        await room.create(input=[{"role": "user", "content": "Hi"}, *made])
+        assert "Cold." in room.prompt_text()
+
+    async def fail(room):
+        await room.create(status=400, input=made)
+
+    talk(seal, ANSWER, config=config)
+    talk(unseal, ANSWER, config=config)
+    talk(fail, ANSWER)
+    from rose.utils.errors import ConfigError
+
+    key.write_text("short")
+    with pytest.raises(ConfigError, match="5 bytes; allowed: 32 or more"):
+        talk(fail, ANSWER, config=config)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        talk(fail, ANSWER, config={"responses_key_file": str(tmp_path / "none")})
+
+
+# ---- the store ---------------------------------------------------------------------------------------------
+
+
+def record(name, size=100):
+    return Record(
+        id=name,
+        status="completed",
+        body=json.dumps("x" * size).encode(),
+        history=[],
+        output=[],
+        sampled={0: [1, 2]},
+    )
+
+
+@pytest.fixture
+def make_store():
+    def make_store(clock, **limits):
+        whole = {"num_records": 3, "num_bytes": 10**6, "seconds": 60.0} | limits
+        return MemoryStore(Limits(**whole), clock=clock)
+
+    return make_store
+
+
+def test_the_longest_unused_record_makes_room(make_store):
+    store = make_store(lambda: 0.0)
+    for name in "abc":
+        store.put(record(name))
+    assert store.get("a").sampled == {0: [1, 2]}
+    store.put(record("d"))
+    assert [name for name in "abcd" if store.get(name)] == ["a", "c", "d"]
+    assert store.num_records() == 3
+
+
+def test_the_store_stays_within_its_bytes(make_store):
+    store = make_store(lambda: 0.0, num_bytes=3000)
+    for name in "abc":
+        store.put(record(name, 1000))
+        assert store.num_bytes() <= 3000
+    assert store.get("a") is None
+    store.put(record("huge", 4000))
+    assert (store.num_records(), store.num_bytes()) == (0, 0)
+    store.put(record("a", 1000))
+    store.put(record("a", 10))
+    assert store.num_records() == 1
+    assert store.num_bytes() < 500
+
+
+def test_records_are_forgotten_after_their_time_unless_they_are_used(make_store):
+    now = [0.0]
+    store = make_store(lambda: now[0])
+    store.put(record("a"))
+    store.put(record("b"))
+    now[0] = 50.0
+    assert store.get("a")
+    now[0] = 70.0
+    assert store.get("b") is None
+    assert store.get("a")
+    assert store.num_records() == 1
+    now[0] = 131.0
+    assert not store.delete("a")
+    assert store.num_bytes() == 0
+
+
+def test_the_server_keeps_within_its_limits(talk):
+    async def scenario(room):
+        bodies = [await room.create() for _ in range(4)]
+        for body, status in zip(bodies, (404, 404, 200, 200), strict=True):
+            await room.get(body["id"], status=status)
+
+    talk(scenario, ANSWER, config={"response_store_count": 2})
