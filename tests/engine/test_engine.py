@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,6 +33,8 @@ def _engine(
     sequences=8,
     is_overlapped=False,
     waiting=64,
+    waiting_tokens=1_000_000,
+    policy="first-come",
     model=None,
     prefix_cache=True,
     **config,
@@ -47,6 +50,8 @@ def _engine(
                 max_mixed_tokens=mixed,
                 max_sequences=sequences,
                 max_waiting=waiting,
+                max_waiting_tokens=waiting_tokens,
+                policy=policy,
             ),
             **config,
         ),
@@ -211,6 +216,68 @@ def test_a_full_queue_and_a_repeated_id_are_refused():
     engine.step()
     assert engine.add(_request("r0", [1], 2))[0].code == "duplicate_request_id"
     assert engine.add(_request("r2", [1], 2)) == []
+
+
+def test_a_priority_is_refused_where_nobody_looks_at_it_and_obeyed_elsewhere():
+    engine = _engine()
+    urgent = msgspec.structs.replace(_request("a", [1], 2), priority=-1)
+    [error] = engine.add(urgent)
+    assert error.code == "invalid_request"
+    assert "--policy priority" in error.message
+    engine = _engine(sequences=1, policy="priority")
+    for name, priority in (("a", 0), ("b", 3), ("c", -1)):
+        engine.add(msgspec.structs.replace(_request(name, [1], 2), priority=priority))
+    ended = []
+    while engine.has_work:
+        ended += [e.request_id for e in engine.step() if isinstance(e, FinishedEvent)]
+    assert ended == ["c", "a", "b"]
+
+
+def test_a_queue_full_of_tokens_refuses_with_the_numbers():
+    engine = _engine(sequences=1, waiting_tokens=100)
+    for name in "ab":
+        assert engine.add(_request(name, [1] * 60, 2)) == []
+        engine.step()
+    [error] = engine.add(_request("c", [1] * 60, 2))
+    assert error.code == "queue_full"
+    assert "60 tokens are waiting" in error.message
+    assert engine.counters.num_refused == 1
+
+
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_a_request_ends_when_its_time_is_up_waiting_or_running(is_overlapped, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    engine = _engine(sequences=1, is_overlapped=is_overlapped)
+    for name, timeout_s in (("runs", 5.0), ("waits", 1.0), ("patient", None)):
+        request = msgspec.structs.replace(_request(name, [1, 2], 400), timeout_s=timeout_s)
+        assert engine.add(request) == []
+    for _ in range(5):
+        engine.step()
+    assert engine.expire() == []
+    now[0] += 1.0
+    [error] = engine.expire()
+    assert (error.request_id, error.code) == ("waits", "request_timeout")
+    assert "timeout=1 s" in error.message
+    assert "still waiting" in error.message
+    now[0] += 10.0
+    [error] = engine.expire()
+    assert (error.request_id, error.code) == ("runs", "request_timeout")
+    assert "tokens generated" in error.message
+    assert engine.table.num_used_pages == 0
+    assert engine.running_ids() == ["patient"]
+    engine.abort("patient")
+    while engine.has_work:
+        engine.step()
+    assert _is_idle(engine)
+
+
+def test_deadlines_of_requests_that_ended_are_not_kept():
+    engine = _engine()
+    for i in range(200):
+        engine.add(msgspec.structs.replace(_request(f"r{i}", [1], 1), timeout_s=1000.0))
+        engine.step()
+    assert len(engine._deadlines) <= 66
 
 
 def test_a_prompt_of_the_whole_context_runs():

@@ -45,39 +45,44 @@ class World:
         sequences=3,
         is_overlapped=False,
         is_caching=False,
+        policy="first-come",
     ):
         pages = {"full": full, "window": window}
         self.table = PageTable(_layout(), pages, is_caching=is_caching)
         self.contents = {kind: [[None] * PAGE for _ in range(n)] for kind, n in pages.items()}
         self.config = SchedulerConfig(
-            max_step_tokens=budget, max_mixed_tokens=mixed, max_sequences=sequences
+            max_step_tokens=budget, max_mixed_tokens=mixed, max_sequences=sequences, policy=policy
         )
         self.scheduler = Scheduler(self.config, self.table)
         self.lag = 1 if is_overlapped else 0
         self.sequences: dict[str, Sequence] = {}
         self.computed: dict[int, int] = {}
         self.events = []
+        self.actions: set[tuple[str, str]] = set()
         self.admissions = []
         self.lengths: dict[int, dict[int, int]] = {}
 
-    def add(self, prompt, output, stop_at=None, token=1):
+    def add(self, prompt, output, stop_at=None, token=1, priority=0):
         name = f"r{len(self.sequences)}"
         request = Request(
             request_id=name,
             prompt_token_ids=[token] * prompt,
             max_tokens=output,
             stop_token_ids=[] if stop_at is None else [1000 + prompt + stop_at],
+            priority=priority,
         )
         self.sequences[name] = Sequence(request, SamplingParams(seed=0))
         self.scheduler.add(self.sequences[name])
         return name
 
     def abort(self, name):
+        self.actions.add(("abort", name))
         if self.sequences[name].state is not SequenceState.FINISHED:
             self.scheduler.finish(self.sequences[name])
 
     def step(self):
         plan = self.scheduler.schedule()
+        self.check_order()
         if plan is not None:
             self.check_plan(plan)
         while len(self.scheduler.flights) > (self.lag if plan is not None else 0):
@@ -149,6 +154,17 @@ class World:
                 value = prompt[position] if position < len(prompt) else 1000 + position
                 assert contents[columns[position // PAGE]][position % PAGE] == value
 
+    def check_order(self):
+        """Nobody waits behind one of a higher rank, and who runs is ordered as preemption needs it."""
+        waiting = list(self.scheduler.waiting)
+        running = self.scheduler.running
+        for sequences in (waiting, running):
+            ranks = [s.rank for s in sequences]
+            assert ranks == sorted(ranks)
+        assert self.scheduler.waiting.num_tokens == sum(s.num_tokens for s in waiting)
+        if self.config.policy == "first-come" and waiting and running:
+            assert running[-1].rank < waiting[0].rank
+
     def check_pages(self):
         running = self.scheduler.running
         check_pages(self.table, running)
@@ -171,6 +187,7 @@ actions = st.lists(
             st.integers(1, 30),
             st.integers(1, 18),
             st.one_of(st.none(), st.integers(0, 17)),
+            st.integers(-2, 2),
         ),
         st.tuples(st.just("abort"), st.integers(0, 30)),
         st.tuples(st.just("step"), st.integers(1, 4)),
@@ -182,7 +199,9 @@ actions = st.lists(
 def _play(world, history):
     for action, *values in history:
         if action == "add":
-            world.add(*values, token=1 + values[0] % 2)
+            *sizes, priority = values
+            by_priority = world.config.policy == "priority"
+            world.add(*sizes, token=1 + values[0] % 2, priority=priority if by_priority else 0)
         elif action == "abort" and world.sequences:
             world.abort(f"r{values[0] % len(world.sequences)}")
         elif action == "step":
@@ -191,52 +210,62 @@ def _play(world, history):
     world.drain()
 
 
-@settings(max_examples=150, deadline=None)
-@given(
-    history=actions,
-    is_overlapped=st.booleans(),
-    full=st.integers(12, 24),
-    window=st.integers(4, 14),
-    budget=st.integers(3, 20),
-    mixed=st.integers(3, 20),
-    is_caching=st.booleans(),
-)
-def test_any_history_conserves_pages_and_ends_every_request(
-    history, is_overlapped, full, window, budget, mixed, is_caching
-):
-    world = World(
-        full=full,
-        window=window,
-        budget=budget,
-        mixed=mixed,
-        is_overlapped=is_overlapped,
-        is_caching=is_caching,
-    )
+worlds = {
+    "history": actions,
+    "is_overlapped": st.booleans(),
+    "full": st.integers(12, 24),
+    "window": st.integers(4, 14),
+    "budget": st.integers(3, 20),
+    "mixed": st.integers(3, 20),
+    "is_caching": st.booleans(),
+    "policy": st.sampled_from(["first-come", "priority"]),
+}
+
+
+def _check_history(history, **world_values):
+    world = World(**world_values)
     _play(world, history)
     assert all(p.num_used == 0 for p in world.table.pools.values())
     assert all(s.state is SequenceState.FINISHED for s in world.sequences.values())
     assert sorted(world.scheduler._free_slots) == list(range(world.config.max_sequences))
+    assert world.scheduler.waiting.num_tokens == 0
+    for name, sequence in world.sequences.items():
+        mine = [e for e in world.events if e.request_id == name]
+        tokens = [t for e in mine if isinstance(e, TokensEvent) for t in e.token_ids]
+        # The token at position p is 1000 + p: nothing is lost or doubled, preempted or not.
+        start = 1000 + sequence.num_prompt_tokens
+        assert tokens == list(range(start, start + len(tokens)))
+        aborted = ("abort", name) in world.actions
+        assert aborted or isinstance(mine[-1], FinishedEvent)
+
+
+@settings(max_examples=150, deadline=None)
+@given(**worlds)
+def test_any_history_conserves_pages_and_ends_every_request(history, **world):
+    _check_history(history, **world)
 
 
 @pytest.mark.slow
 @settings(max_examples=10_000, deadline=None)
-@given(
-    history=actions,
-    is_overlapped=st.booleans(),
-    full=st.integers(12, 24),
-    window=st.integers(4, 14),
-    budget=st.integers(3, 20),
-    mixed=st.integers(3, 20),
-)
-def test_thousands_of_histories_leak_nothing(history, is_overlapped, full, window, budget, mixed):
-    world = World(full=full, window=window, budget=budget, mixed=mixed, is_overlapped=is_overlapped)
-    _play(world, history)
-    assert all(p.num_used == 0 for p in world.table.pools.values())
+@given(**worlds)
+def test_thousands_of_histories_leak_nothing(history, **world):
+    _check_history(history, **world)
+
+
+@pytest.mark.slow
+@settings(max_examples=5_000, deadline=None)
+@given(history=actions, is_caching=st.booleans())
+def test_thousands_of_histories_overlap_to_the_same_tokens(history, is_caching):
+    _check_overlap(history, is_caching)
 
 
 @settings(max_examples=60, deadline=None)
 @given(history=actions, is_caching=st.booleans())
 def test_overlapping_gives_the_same_tokens(history, is_caching):
+    _check_overlap(history, is_caching)
+
+
+def _check_overlap(history, is_caching):
     outputs = []
     for is_overlapped in (False, True):
         world = World(is_overlapped=is_overlapped, is_caching=is_caching)
@@ -262,6 +291,19 @@ def test_requests_enter_in_the_order_of_arrival():
     world.drain()
     first = list(dict.fromkeys(world.admissions))
     assert first == [f"r{i}" for i in range(20)]
+
+
+def test_the_urgent_enter_first_and_give_way_last():
+    world = World(full=12, window=12, budget=20, mixed=20, policy="priority")
+    world.add(12, 20, priority=1)
+    world.step()
+    urgent = world.add(20, 20, priority=-1)
+    world.add(4, 4, priority=0)
+    world.drain()
+    assert world.scheduler.num_preemptions >= 1
+    assert world.admissions[:2] == ["r0", urgent]
+    assert world.admissions.count(urgent) == 1
+    assert world.admissions.count("r0") >= 2
 
 
 def test_a_long_prompt_is_cut_and_mixed_with_decoding():

@@ -250,6 +250,36 @@ def test_sampling_and_limits_reach_the_engine(lab):
     lab.run(scenario)
 
 
+def test_priority_and_timeout_reach_the_engine_or_are_refused_with_the_range(lab):
+    async def scenario():
+        async with lab.serving(_answer(lab)) as server:
+            await server.chat(priority=-3, timeout=2.5)
+            await server.complete()
+            asked = [(r.priority, r.timeout_s) for r in server.engine.requests]
+            assert asked == [(-3, 2.5), (0, None)]
+            for field, value in (("priority", 2**70), ("timeout", 0), ("timeout", 1e9)):
+                response = await server.chat(**{field: value})
+                assert response.status_code == 400
+                error = response.json()["error"]
+                assert error["param"] == field
+                assert "allowed" in error["message"]
+
+    lab.run(scenario)
+
+
+def test_an_answer_whose_time_is_up_is_504(lab):
+    async def scenario():
+        slow = lab.line(lab.content("a" * 50), delay_ms=20)
+        async with lab.serving(slow) as server:
+            response = await server.chat(timeout=0.05)
+            assert response.status_code == 504
+            assert response.json()["error"]["code"] == "request_timeout"
+            events = lab.sse(await server.chat(timeout=0.05, stream=True))
+            assert events[-2]["error"]["code"] == "request_timeout"
+
+    lab.run(scenario)
+
+
 def test_a_cache_salt_reaches_the_engine(lab):
     async def scenario():
         async with lab.serving(_answer(lab)) as server:

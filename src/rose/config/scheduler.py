@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from rose.utils.errors import ConfigError
+
+Policy = Literal["first-come", "priority"]
+POLICIES = get_args(Policy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +23,10 @@ class SchedulerConfig:
     """Sequences that run at once."""
     max_waiting: int = 1024
     """Requests that wait; more are refused at once with queue_full."""
+    max_waiting_tokens: int = 4_194_304
+    """The same in prompt tokens; an empty queue takes any prompt that fits the context."""
+    policy: Policy = "first-come"
+    """Who runs next and who gives way last: first-come, or by the `priority` of requests (smaller first)."""
 
     def __post_init__(self) -> None:
         problems = [
@@ -28,6 +36,7 @@ class SchedulerConfig:
                 ("max_mixed_tokens", self.max_mixed_tokens),
                 ("max_sequences", self.max_sequences),
                 ("max_waiting", self.max_waiting),
+                ("max_waiting_tokens", self.max_waiting_tokens),
             )
             if value < 1
         ]
@@ -40,5 +49,9 @@ class SchedulerConfig:
             )
             if 1 <= value < self.max_sequences
         ]
+        if self.policy not in POLICIES:
+            problems.append(
+                f"policy={self.policy!r}; allowed: {', '.join(POLICIES)}; change scheduler.policy"
+            )
         if problems:
             raise ConfigError(problems)

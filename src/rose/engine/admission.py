@@ -6,7 +6,7 @@ Knows no queue and no model, so that the scripted engine refuses in the same wor
 from __future__ import annotations
 
 from rose.protocol.event import ErrorCode, ErrorEvent
-from rose.protocol.request import MAX_SALT_CHARACTERS, Request
+from rose.protocol.request import MAX_SALT_CHARACTERS, Request, problems_of_limits
 from rose.protocol.sampling_params import MAX_BANNED
 
 
@@ -53,12 +53,33 @@ def queue_full(request: Request, found: str) -> ErrorEvent:
     return _error(request, "queue_full", f"{found}; try again later")
 
 
+def not_by_priority(request: Request) -> ErrorEvent:
+    """Return the refusal of a priority where nobody looks at it."""
+    return _error(
+        request,
+        "invalid_request",
+        f"priority={request.priority}; this server serves first come, first served; allowed: 0, which is the "
+        "default; leave it out, or have the server started with --policy priority",
+    )
+
+
+def timed_out(request_id: str, timeout_s: float, found: str) -> ErrorEvent:
+    """Return the end of a request whose time is up; `found` says how far it came."""
+    return ErrorEvent(
+        request_id=request_id,
+        code="request_timeout",
+        message=f"timeout={timeout_s:g} s have passed and the request {found}; ask for fewer tokens, give it more "
+        "time or send it when the server is less busy",
+    )
+
+
 def _problems(request: Request, vocab_size: int) -> list[str]:
     problems = request.sampling.problems()
     if not request.prompt_token_ids:
         problems.append("prompt_token_ids is empty; at least one token is needed")
     if request.max_tokens < 1:
         problems.append(f"max_tokens={request.max_tokens}; allowed: 1 or more")
+    problems += problems_of_limits(priority=request.priority, timeout_s=request.timeout_s)
     if len(request.cache_salt) > MAX_SALT_CHARACTERS:
         problems.append(
             f"cache_salt has {len(request.cache_salt)} characters; allowed: at most {MAX_SALT_CHARACTERS}"

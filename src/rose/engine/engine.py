@@ -6,7 +6,9 @@ while the host plans, in `_step_overlapped`. Both give the same tokens.
 
 from __future__ import annotations
 
+import heapq
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -18,7 +20,13 @@ from rose.cache.table import PageTable
 from rose.config.engine import EngineConfig
 from rose.decoders.base import Decoder, step
 from rose.decoders.build import BuiltDecoder, build_decoder, load_decoder
-from rose.engine.admission import duplicate_id, queue_full, refusal
+from rose.engine.admission import (
+    duplicate_id,
+    not_by_priority,
+    queue_full,
+    refusal,
+    timed_out,
+)
 from rose.engine.clock import StepClock
 from rose.engine.commit import commit, finished
 from rose.engine.metrics import Counters
@@ -92,6 +100,7 @@ class LLMEngine:
         self.step = self._step_overlapped if is_overlapped else self._step_in_turn
         """Run one step and return its events; without work it returns none."""
         self._sequences: dict[str, Sequence] = {}
+        self._deadlines: list[tuple[float, str]] = []
         self._handles: deque[Any] = deque()
         self._seeds = random.Random(seed)  # seeds of requests, nothing secret
 
@@ -177,6 +186,8 @@ class LLMEngine:
             sampling = msgspec.structs.replace(sampling, seed=self._seeds.getrandbits(63))
         sequence = Sequence(request, sampling)
         self._sequences[request.request_id] = sequence
+        if sequence.deadline is not None:
+            self._note_deadline(sequence)
         self.scheduler.add(sequence)
         return []
 
@@ -187,6 +198,37 @@ class LLMEngine:
             return []
         self.scheduler.finish(sequence)
         return [finished(sequence, "abort")]
+
+    def expire(self) -> list[FromEngine]:
+        """End the requests whose time is up, waiting or running; to be called between steps."""
+        events: list[FromEngine] = []
+        now = time.monotonic()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            deadline, request_id = heapq.heappop(self._deadlines)
+            sequence = self._sequences.get(request_id)
+            # Ended before, and perhaps another request has its id now.
+            if sequence is None or sequence.deadline != deadline:
+                continue
+            found = (
+                f"had {sequence.num_output_tokens} tokens generated"
+                if sequence.has_started
+                else f"was still waiting behind others ({len(self.scheduler.waiting)} wait)"
+            )
+            self.abort(request_id)
+            self.counters.num_expired += 1
+            events.append(timed_out(request_id, sequence.timeout_s, found))
+        return events
+
+    def _note_deadline(self, sequence: Sequence) -> None:
+        if len(self._deadlines) > 2 * len(self._sequences) + 64:
+            # Most are of requests that ended in time: keep those that still matter.
+            self._deadlines = [
+                (s.deadline, name) for name, s in self._sequences.items() if s.deadline is not None
+            ]
+            heapq.heapify(self._deadlines)
+        else:
+            assert sequence.deadline is not None, "only called for one that has a deadline"
+            heapq.heappush(self._deadlines, (sequence.deadline, sequence.request_id))
 
     def running_ids(self) -> list[str]:
         """Return the ids of all requests that have not ended, waiting ones included."""
@@ -242,9 +284,9 @@ class LLMEngine:
         outputs = {r.request_id: Generation(token_ids=[]) for r in waiting}
         events: list[FromEngine] = []
         while waiting or self.has_work:
-            while waiting and not self.scheduler.is_queue_full:
+            while waiting and self._has_room_for(waiting[0]):
                 events += self.add(waiting.popleft())
-            events += self.step()
+            events += self.expire() + self.step()
             for event in events:
                 _collect(outputs, event)
             events.clear()
@@ -294,13 +336,16 @@ class LLMEngine:
             kv_tokens=self.table.max_tokens,
             vocab_size=self.limits.vocab_size,
         )
-        if error is None and self.scheduler.is_queue_full:
-            return queue_full(
-                request,
-                f"{len(self.scheduler.waiting)} requests are waiting, which is the most this server queues "
-                "(scheduler.max_waiting)",
-            )
+        if error is None and request.priority and self.scheduler.config.policy != "priority":
+            return not_by_priority(request)
+        found = self.scheduler.waiting.refusal(len(request.prompt_token_ids))
+        if error is None and found is not None:
+            self.counters.num_refused += 1
+            return queue_full(request, found)
         return error
+
+    def _has_room_for(self, request: Request) -> bool:
+        return self.scheduler.waiting.refusal(len(request.prompt_token_ids)) is None
 
 
 def _collect(outputs: dict[str, Generation], event: FromEngine) -> None:

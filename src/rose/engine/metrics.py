@@ -17,6 +17,11 @@ class Counters:
     num_output_tokens: int = 0
     """Tokens sampled, the few that overlapping gives away included."""
 
+    num_refused: int = 0
+    """Requests that found the queue full."""
+    num_expired: int = 0
+    """Requests whose time was up."""
+
     def count_step(self, plan: StepPlan) -> None:
         """Add a launched step."""
         self.num_steps += 1

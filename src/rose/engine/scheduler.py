@@ -1,18 +1,21 @@
 """Who runs in the next step, with how many tokens and on which pages. No torch, no device, no events.
 
-First come, first served: decoding sequences take one token each, then prompts fill the rest of the budget in
-chunks, then waiting requests enter, each from where the prefix cache ends. When pages run out the youngest
-sequence is preempted: it gives up its pages and is computed anew later. The oldest therefore always goes on, so
-everyone ends. `schedule` may be called for step n+1 before step n is committed.
+Decoding sequences take one token each, then prompts fill the rest of the budget in chunks, then waiting requests
+enter in the order of `WaitingQueue`, each from where the prefix cache ends. When pages run out, the running sequence
+of the last rank is preempted (the youngest; by priority, the youngest of the least urgent): it gives up its pages and
+is computed anew later. The first in rank therefore always goes on, so everyone ends; nobody is preempted only because
+something more urgent waits. `schedule` may be called for step n+1 before step n is committed.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 
 from rose.cache.table import PageTable, PageUpdates
 from rose.config.scheduler import SchedulerConfig
 from rose.engine.sequence import Sequence, SequenceState
+from rose.engine.waiting import WaitingQueue, rank_of
 from rose.runtime.plan import MAX_HIT_COLUMNS, PlanEntry, StepPlan
 
 _NO_PAGES: PageUpdates = {}
@@ -33,9 +36,9 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, table: PageTable) -> None:
         self.config = config
         self.table = table
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingQueue(config)
         self.running: list[Sequence] = []
-        """In the order of admission; the last is the first to be preempted."""
+        """In the order of rank; the last is the first to be preempted, and never one that this step has planned."""
         self.flights: deque[Flight] = deque()
         self.num_preemptions = 0
         self.num_cached_tokens = 0
@@ -49,14 +52,9 @@ class Scheduler:
         """Whether a call of `schedule` or a commit is still to come."""
         return bool(self.running or self.waiting or self.flights)
 
-    @property
-    def is_queue_full(self) -> bool:
-        """Whether another request must be refused."""
-        return len(self.waiting) >= self.config.max_waiting
-
     def add(self, sequence: Sequence) -> None:
-        """Put a request at the end of the queue."""
-        self.waiting.append(sequence)
+        """Put a request into the queue."""
+        self.waiting.add(sequence)
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step, or return None where nobody can run before a commit.
@@ -134,7 +132,7 @@ class Scheduler:
         return entries, longest
 
     def _grow_or_preempt(self, sequence: Sequence, num_tokens: int) -> PageUpdates | None:
-        """Make room by preempting the youngest; None: the sequence itself had to go."""
+        """Make room by preempting the last in rank; None: the sequence itself had to go."""
         while True:
             updates = self.table.grow(sequence.pages, num_tokens)
             if updates is not None:
@@ -148,7 +146,7 @@ class Scheduler:
         self.num_preemptions += 1
         self._release(victim)
         victim.stop_running(SequenceState.WAITING)
-        self.waiting.appendleft(victim)
+        self.waiting.add(victim)
 
     def _plan_chunk(
         self,
@@ -161,8 +159,8 @@ class Scheduler:
     ) -> int:
         """Append the next chunk of a prompt, as far as budget and pages reach; return its tokens.
 
-        Without a page the sequence keeps what it has and sits the step out: a prompt in progress is the
-        youngest that runs, so nobody younger could be preempted for it.
+        Without a page the sequence keeps what it has and sits the step out: nobody is preempted for a prompt. At
+        most one is in progress, and those that decode end or give way.
         """
         start = sequence.num_scheduled
         end = min(sequence.prefill_end, start + budget)
@@ -198,7 +196,7 @@ class Scheduler:
         """Let waiting requests in, in their order, while budget, slots and pages last."""
         num_hit_columns = 0
         while budget > 0 and self.waiting and self._free_slots:
-            sequence = self.waiting[0]
+            sequence = self.waiting.first
             if sequence.num_pending:
                 return
             hit = self.table.find(sequence.keys, sequence.token_ids)
@@ -209,12 +207,12 @@ class Scheduler:
             num_hit_columns += hit.num_columns
             if hit.num_columns < num_hit_columns and num_hit_columns > MAX_HIT_COLUMNS:
                 return
-            self.waiting.popleft()
+            self.waiting.take_first()
             pages = self.table.open(hit, sequence.num_tokens)
             if sequence.start(self._free_slots.pop(), pages, hit.num_tokens):
                 self.num_cached_tokens += hit.num_tokens
             self._in_slot[sequence.slot] = sequence
-            self.running.append(sequence)
+            insort(self.running, sequence, key=rank_of)
             budget -= self._plan_chunk(sequence, budget, flight, prefill, is_new=True)
             if sequence.num_scheduled < sequence.prefill_end:
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from enum import Enum, auto
 
 from rose.cache.keys import PageKeys
@@ -32,6 +33,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "deadline",
         "decode_entry",
         "has_started",
         "keys",
@@ -43,11 +45,13 @@ class Sequence:
         "num_tokens",
         "pages",
         "prefill_end",
+        "rank",
         "request_id",
         "sampling",
         "slot",
         "state",
         "stop_ids",
+        "timeout_s",
         "token_ids",
     )
 
@@ -55,6 +59,11 @@ class Sequence:
         self.request_id = request.request_id
         self.sampling = sampling
         """With the seed filled in."""
+        self.rank: tuple[int, int] = (request.priority, 0)
+        """Priority, then order of arrival, which the queue gives; kept when preempted."""
+        self.timeout_s = request.timeout_s or 0.0
+        self.deadline = None if request.timeout_s is None else time.monotonic() + request.timeout_s
+        """When it ends with request_timeout, on the clock of `time.monotonic`."""
         self.stop_ids = frozenset(request.stop_token_ids)
         self.token_ids = list(request.prompt_token_ids)
         """Prompt and output, as far as the host knows it."""

@@ -30,7 +30,7 @@ from rose.frontend.parsing import (
 from rose.frontend.reasoning import ReasoningMode, require_open_tokens, resolve_mode
 from rose.frontend.schemas import ChatRequest, CompletionRequest, SamplingFields
 from rose.protocol.event import EngineStatus
-from rose.protocol.request import Request
+from rose.protocol.request import Request, problems_of_limits
 
 COMPLETION_DEFAULT_TOKENS = 16
 """OpenAI's default of max_tokens on /v1/completions."""
@@ -250,6 +250,7 @@ def _add_requests(
     logprobs: int | None,
 ) -> None:
     job.with_logprobs = logprobs is not None
+    _check_limits(request)
     for run in job.runs:
         prompt = prompts[run.prompt]
         _check_minimum(request, budgets[run.prompt])
@@ -263,7 +264,17 @@ def _add_requests(
                 ),
                 stop_token_ids=[] if request.ignore_eos else prompt.stop_token_ids,
                 cache_salt=request.cache_salt or "",
+                priority=request.priority or 0,
+                timeout_s=request.timeout,
             )
+        )
+
+
+def _check_limits(request: SamplingFields) -> None:
+    problems = problems_of_limits(priority=request.priority or 0, timeout_s=request.timeout)
+    if problems:
+        raise RequestError(
+            "invalid_request", "; ".join(problems), param=problems[0].partition("=")[0]
         )
 
 

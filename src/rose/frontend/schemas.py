@@ -100,6 +100,10 @@ class SamplingFields(Struct, kw_only=True):
     stop: str | list[str] | None = None
     cache_salt: str | None = None
     """Cached prefixes are shared only with requests of the same salt."""
+    priority: int | None = None
+    """Smaller runs sooner, where the server orders by priority."""
+    timeout: float | None = None
+    """Seconds after which the engine ends it, waiting or running."""
 
 
 class ChoiceFields(SamplingFields, kw_only=True):

@@ -11,6 +11,7 @@ ErrorCode = Literal[
     "context_length_exceeded",
     "invalid_request",
     "queue_full",
+    "request_timeout",
     "duplicate_request_id",
     "engine_failed",
     "engine_unavailable",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from rose.engine.admission import duplicate_id, queue_full, refusal
+from rose.engine.admission import duplicate_id, queue_full, refusal, timed_out
 from rose.protocol.channel import EngineEndpoint
 from rose.protocol.event import (
     EngineStatus,
@@ -78,7 +78,12 @@ class _Play:
     request: Request
     line: ScriptLine
     due: float
+    deadline: float | None = None
     num_sent: int = 0
+
+    @property
+    def next_moment(self) -> float:
+        return self.due if self.deadline is None else min(self.due, self.deadline)
 
     @property
     def num_tokens(self) -> int:
@@ -113,7 +118,8 @@ class ScriptedEngine:
             return [problem]
         line = next(self._lines)
         due = now + line.delay_ms / 1000
-        self._plays[message.request_id] = _Play(message, line, due)
+        deadline = None if message.timeout_s is None else now + message.timeout_s
+        self._plays[message.request_id] = _Play(message, line, due, deadline)
         self._num_prompt_tokens += len(message.prompt_token_ids)
         return []
 
@@ -121,7 +127,11 @@ class ScriptedEngine:
         """Return the events that are due."""
         events: list[FromEngine] = []
         for request_id, play in list(self._plays.items()):
-            if play.due <= now:
+            if play.deadline is not None and play.deadline <= now:
+                found = f"had {play.num_sent} tokens generated"
+                events.append(timed_out(request_id, play.request.timeout_s or 0.0, found))
+                del self._plays[request_id]
+            elif play.due <= now:
                 events += self._advance(play)
                 if not isinstance(events[-1], TokensEvent):
                     del self._plays[request_id]
@@ -133,7 +143,7 @@ class ScriptedEngine:
 
     def wait_ms(self, now: float) -> int:
         """Return how long nothing will be due."""
-        due = min((play.due for play in self._plays.values()), default=now + 1)
+        due = min((play.next_moment for play in self._plays.values()), default=now + 1)
         return max(0, min(IDLE_MS, int((due - now) * 1000)))
 
     def status(self) -> EngineStatus:

@@ -46,7 +46,7 @@ class EngineService:
         while not is_stopping():
             self._receive()
             try:
-                events = self.engine.step()
+                events = self.engine.expire() + self.engine.step()
             except Exception as error:  # noqa: BLE001 - kernels and drivers raise anything; all of it is answered
                 self._fail(error)
                 return 1
