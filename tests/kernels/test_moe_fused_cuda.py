@@ -35,8 +35,8 @@ def test_kernels_compile_without_warnings_and_spill_only_between_tiles() -> None
     for code in products:
         assert "USETMAXREG" in code
         assert "UTMALDG" in code
-        # From the first tensor-core instruction to the last: the main loop of the multiplying warps, and between its two
-        # forms what is put away once a tile.
+        # From the first tensor-core instruction to the last: the main loop of the multiplying warps, and between its
+        # two forms what is put away once a tile.
         loop = code[code.index("QGMMA") : code.rindex("QGMMA")]
         assert len(re.findall(r"\b(LDL|STL)\b", loop)) <= 3, code.split("\n")[0]
 
