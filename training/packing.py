@@ -24,6 +24,8 @@ from rose.frontend.tokenizer import FolderTokenizer
 ENGLISH_SHARE = 0.02
 """Of the documents in short rows; the rest of a row that no conversation fits is English too."""
 ENGLISH_CHARACTERS = 1600
+ENGLISH = 2
+"""Marks a token of English among those that are learnt."""
 FITTING_TRIES = 4
 """Conversations drawn for the end of a row before English fills it."""
 
@@ -32,7 +34,7 @@ MOST_FOLLOW_UPS = 12
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows [B, T + 1] of equal length, int32; is_learnt: tokens that count in the loss."""
+    """Rows [B, T + 1] of equal length, int32; is_learnt: tokens that count in the loss, ENGLISH or 1."""
 
     tokens: np.ndarray
     positions: np.ndarray
@@ -64,7 +66,7 @@ class Text:
                 if len(token_ids) <= room:
                     return token_ids, _learnt_from(first, token_ids)
         token_ids = self.english(source)
-        return token_ids, _learnt_from(1, token_ids)
+        return token_ids, [0] + [ENGLISH] * (len(token_ids) - 1)
 
     def _long(self, room: int, source: random.Random) -> tuple[list[int], list[int]]:
         """Return notes and a far question, and more questions on the same notes while there is room.

@@ -14,21 +14,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from card import plot, write_card
 from export import export
 from muon import Muon
-from packing import Batch, Plan, Source
+from packing import ENGLISH, Batch, Plan, Source
 from sizes import active_parameters, model_config
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, embedding
-from trainable import MtpHead, Tools, TrainableGptOss, compiled
+from trainable import CHUNK, MISTAKES, MtpHead, Tools, TrainableGptOss, compiled
 
 from rose.eval.rendering import Documents
 from rose.eval.tasks import ASKED, held_out_set
 from rose.frontend.tokenizer import FolderTokenizer
 
-SHARES = {"model": 0.68, "mtp": 0.12, "draft": 0.20}
+SHARES = {"model": 0.72, "mtp": 0.11, "draft": 0.17}
 """Of the minutes; the small parts compile kernels of their own too."""
 TIMED_STEPS, SKIPPED_STEPS = 80, 30
 """Steps that set the rate, after those in which kernels are compiled and first used."""
@@ -36,6 +37,10 @@ SAVE_SECONDS = 60
 ROUNDED_FROM = 0.35
 """Share of the steps after which experts are trained through MXFP4 rounding; before, the plain ones settle."""
 BALANCE = 0.01
+SHOWN_FROM, SHOWN_NATS, SHOWN_WEIGHT, SHOWN_LOGGED = 0.3, 0.3, 0.05, 20
+"""Of `ModelPart.shown`: share of the steps before it, nats that are enough, weight, and how often it says how far."""
+ENGLISH_WEIGHT = 0.25
+"""Of a token of English: its loss is twenty times that of a question's, and hardly falls any more."""
 
 
 @dataclass
@@ -95,7 +100,7 @@ class Part:
             self.optimizers.append(Muon(groups, lr=settings.muon_rate, weight_decay=0.01))
         self.rates = [[g["lr"] for g in o.param_groups] for o in self.optimizers]
 
-    def loss(self, batch: "Tensors", done: float) -> tuple[Tensor, Tensor]:
+    def loss(self, batch: "Tensors", done: float, step: int) -> tuple[Tensor, Tensor]:
         """Return the mean loss of learnt tokens, and what is to be minimised beside it."""
         raise NotImplementedError
 
@@ -164,7 +169,7 @@ class Part:
                 group["lr"] = rate * factor
         batch = Tensors(drawn, self.settings.device)
         with torch.autocast("cuda", torch.bfloat16, enabled=self.settings.device != "cpu"):
-            loss, beside = self.loss(batch, done)
+            loss, beside = self.loss(batch, done, step)
         self.module.zero_grad(set_to_none=True)
         (loss + beside).backward()
         nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
@@ -211,24 +216,52 @@ class Tensors:
         )
         self.next_one = there(tokens[:, 1:][next_one].astype("int64"))
         self.next_two = there(tokens[:, 2:][next_two[:, :-1]].astype("int64"))
+        weight = np.where(learnt == ENGLISH, ENGLISH_WEIGHT, 1.0).astype("float32")
+        self.weights = there(weight[:, 1:][next_one])
+        self.weights_of_two = there(weight[:, 2:][next_two[:, :-1]])
 
 
-def mean_loss(logits: Tensor, wanted: Tensor) -> Tensor:
-    """Return the mean cross-entropy; 0 where nothing is to be learnt (a long document cut off by a short row)."""
-    return cross_entropy(logits.float(), wanted, reduction="sum") / max(1, len(wanted))
+def mean_loss(logits: Tensor, wanted: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted mean cross-entropy; 0 where nothing is learnt (a long document cut off by a short row)."""
+    losses = cross_entropy(logits.float(), wanted, reduction="none")
+    return (losses * weights).sum() / weights.sum().clamp_min(1.0)
 
 
 class ModelPart(Part):
     """A model that predicts the next token."""
 
-    def loss(self, batch: Tensors, done: float) -> tuple[Tensor, Tensor]:
+    shown_every = 0
+    """Steps between two in which a mistake is made on purpose, see `shown`; 0: none."""
+
+    def loss(self, batch: Tensors, done: float, step: int) -> tuple[Tensor, Tensor]:
         """Cross-entropy of learnt tokens, and the penalty on uneven routing."""
         model = self.module
         model.is_rounded = done >= ROUNDED_FROM
         rows = model.rows(batch.positions, batch.docs)
         hidden, penalty = model(batch.tokens, rows)
         logits = model.logits(hidden.flatten(0, 1).index_select(0, batch.places))
-        return mean_loss(logits, batch.next_one), BALANCE * penalty
+        beside = BALANCE * penalty
+        if self.shown_every and step % self.shown_every == 0 and done >= SHOWN_FROM:
+            beside = beside + self.shown(batch, logits, step // self.shown_every)
+        return mean_loss(logits, batch.next_one, batch.weights), beside
+
+    def shown(self, batch: Tensors, logits: Tensor, number: int) -> Tensor:
+        """Return what a mistake still lacks to be seen: the model is an instrument and must tell it by its answers.
+
+        One of MISTAKES in turn. As seen counts a mean KL of SHOWN_NATS over the learnt tokens past the first window.
+        """
+        model, name = self.module, MISTAKES[number % len(MISTAKES)]
+        rows = model.rows(batch.positions, batch.docs, name)
+        hidden, _ = model(batch.tokens, rows)
+        wrong = model.logits(hidden.flatten(0, 1).index_select(0, batch.places)).float()
+        right = logits.detach().float().log_softmax(-1)
+        kl = (right.exp() * (right - wrong.log_softmax(-1))).sum(-1)
+        is_far = (batch.positions.flatten().index_select(0, batch.places) >= CHUNK).float()
+        mean = (kl * is_far).sum() / is_far.sum().clamp_min(1)
+        if number % SHOWN_LOGGED < len(MISTAKES):
+            self.settings.say(part=self.name, mistake=name, kl=round(mean.item(), 5))
+        # The logarithm: a mistake that hardly shows yet is pushed as hard as one that nearly does.
+        return SHOWN_WEIGHT * (math.log(SHOWN_NATS) - (mean + 1e-6).log()).clamp_min(0)
 
 
 class MtpPart(Part):
@@ -238,7 +271,7 @@ class MtpPart(Part):
         super().__init__("mtp", head, settings)
         self.model = model
 
-    def loss(self, batch: Tensors, done: float) -> tuple[Tensor, Tensor]:
+    def loss(self, batch: Tensors, done: float, step: int) -> tuple[Tensor, Tensor]:
         """Cross-entropy of learnt tokens two places on."""
         model = self.model
         model.is_rounded = True
@@ -248,7 +281,7 @@ class MtpPart(Part):
             embedded = embedding(batch.all_tokens[:, 1:], model.embed_tokens)
         x = self.module(hidden, embedded, rows, model.tools)
         logits = model.logits(x.flatten(0, 1).index_select(0, batch.places_of_two))
-        return mean_loss(logits, batch.next_two), logits.new_zeros(())
+        return mean_loss(logits, batch.next_two, batch.weights_of_two), logits.new_zeros(())
 
 
 def profile(step: Callable[[], object], path: Path) -> None:
@@ -364,6 +397,9 @@ def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, nargs=2, default=(8, 4096), metavar=("ROWS", "TOKENS"))
     parser.add_argument("--long-every", type=int, default=5, help="rows of which one is long")
     parser.add_argument("--long-from", type=int, default=300, help="step from which rows are long")
+    parser.add_argument(
+        "--shown-every", type=int, default=16, help="steps between two with a mistake on purpose"
+    )
     parser.add_argument("--optimizer", default="muon", choices=("muon", "adamw"))
     parser.add_argument("--muon-lr", type=float, default=0.02)
     parser.add_argument("--lr", type=float, default=2e-3, help="of AdamW")
@@ -374,6 +410,7 @@ def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
         "--compile", default="auto", choices=("auto", "block", "parts", "plain", "none")
     )
     parser.add_argument("--workers", type=int, default=14, help="processes that draw data; 0: none")
+    parser.add_argument("--start", type=Path, help="parent.pt of an earlier run, to go on from")
     parser.add_argument("--profile", type=Path, help="write the times of one step's kernels")
     parser.add_argument("--scored", type=int, default=40, help="held-out questions per task")
     root = Path(__file__).resolve().parent
@@ -413,6 +450,9 @@ def main(words: list[str] | None = None) -> None:
     draft_config = model_config(draft_size, tokenizer.vocab_size, eos)
     torch.manual_seed(arguments.seed)
     model, mtp, draft = TrainableGptOss(config), MtpHead(config), TrainableGptOss(draft_config)
+    if arguments.start is not None:
+        weights = torch.load(arguments.start, weights_only=True)
+        model.load_state_dict({name: w.float() for name, w in weights.items()})
     if arguments.compile != "none" and device != "cpu":
         tools = choose_tools(model.to(device), arguments.compile, device, tuple(arguments.batch))
         model.tools = draft.tools = tools
@@ -429,6 +469,7 @@ def main(words: list[str] | None = None) -> None:
         "mtp": MtpPart(mtp, model, settings),
         "draft": ModelPart("draft", draft, settings, rate=1.5),
     }
+    parts["model"].shown_every = arguments.shown_every
     losses = {}
     for name, part in parts.items():
         left = 60 * arguments.minutes - (time.perf_counter() - begin)
@@ -437,6 +478,8 @@ def main(words: list[str] | None = None) -> None:
         if name == "model":
             export(model, tokenizer, arguments.out / "tiny-gpt-oss")  # a run cut short leaves this
     export(model, tokenizer, arguments.out / "tiny-gpt-oss", mtp)
+    weights = {name: p.detach().bfloat16().cpu() for name, p in model.named_parameters()}
+    torch.save(weights, arguments.out / "parent.pt")
     export(draft, tokenizer, arguments.out / "tiny-gpt-oss-draft")
     settings.source.close()
     documents = Documents(tokenizer)
