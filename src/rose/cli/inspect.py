@@ -9,7 +9,10 @@ from typing import Any
 
 import click
 
-from rose.cli.options import numbers
+from rose.cli.options import given_values, numbers, tree_options
+from rose.config import cli as config_cli
+from rose.config.cli import build
+from rose.config.engine import EngineConfig
 
 EXIT_NOT_CLEAN = 1
 
@@ -24,10 +27,24 @@ EXIT_NOT_CLEAN = 1
     callback=numbers,
     help="Numbers of GPUs, with commas.",
 )
+@click.option(
+    "--plan-for",
+    type=click.Choice(["here", "h200"]),
+    default="here",
+    show_default=True,
+    help="Device whose memory is planned: this machine's (see --device), or an H200.",
+)
 @click.option("--json", "is_json", is_flag=True, help="Print one JSON object.")
-def inspect(folder: Path, sizes: list[int], is_json: bool) -> int:
-    """Show what checkpoint DIR holds and needs; exit code 1 where tensors are missing, unused or misshapen."""
+@tree_options(EngineConfig, skip=frozenset({"model", "parallel.tp"}))
+def inspect(folder: Path, sizes: list[int], plan_for: str, is_json: bool, **arguments: Any) -> int:
+    """Show what checkpoint DIR holds and needs; exit code 1 where tensors are missing, unused or misshapen.
+
+    The options of the engine change the memory plan, which is the one that `rose serve` makes before it loads.
+    """
+    values = {**given_values(EngineConfig, arguments), ("model",): str(folder)}
+    config = build(EngineConfig, values)
     report = describe(folder, sizes)
+    report["plan"] = plan(config, report["format"], plan_for)
     if is_json:
         click.echo(json.dumps(report, indent=2))
     else:
@@ -65,6 +82,36 @@ def describe(folder: Path, sizes: list[int]) -> dict[str, Any]:
         "misshapen": list(held.account.misshapen),
         "problems": held.account.problems(),
         "memory": [_memory(model, config, table, size) for size in sizes],
+    }
+
+
+def plan(config: EngineConfig, checkpoint_format: str, plan_for: str) -> dict[str, Any]:
+    """Make the plan that serving would make: its lines, or why it is refused."""
+    from rose.runtime.before_load import Planner
+    from rose.runtime.load import find_architecture
+    from rose.utils.device import H200, detect, free_bytes
+    from rose.utils.errors import ConfigError
+
+    folder = Path(config.model)
+    entry = find_architecture(folder)
+    device = H200 if plan_for == "h200" else detect(config.device)
+    planner = Planner(
+        entry=entry,
+        model_config=entry.weights.read_config(folder),
+        device=device,
+        free_bytes=None if plan_for == "h200" else free_bytes(device),
+    )
+    resolved = config.resolve(device, checkpoint_format=checkpoint_format)
+    try:
+        made = planner.plan(resolved)
+    except ConfigError as error:
+        return {"device": device.name, "refused": str(error)}
+    return {
+        "device": device.name,
+        "lines": planner.lines(resolved, made),
+        "bytes": {**asdict(made.use), "kv": made.kv_bytes, "total": made.total},
+        "num_pages": made.num_pages,
+        "kv_tokens": made.kv_tokens,
     }
 
 
@@ -132,6 +179,14 @@ def _print(report: dict[str, Any]) -> None:
         table.add_row(str(row["tp"]), *map(gib, (*row["weight_bytes"].values(), *kv)))
     table.title = "memory per GPU: weights by format, bf16 KV of full layers and of sliding windows"
     console.print(table)
+    made = report["plan"]
+    options = config_cli.options(EngineConfig)
+    if "refused" in made:
+        click.echo(f"memory plan refused: {config_cli.with_flags(made['refused'], options)}")
+    else:
+        click.echo("memory plan, with the kernels that can be bound on this machine:")
+        for line in made["lines"]:
+            click.echo(f"  {line}")
     for problem in report["problems"]:
         click.echo(f"problem: {problem}")
     click.echo(

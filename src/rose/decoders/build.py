@@ -11,6 +11,7 @@ from rose.decoders.registry import find_decoder
 from rose.models.base import CausalLM
 from rose.runtime.assemble import Assembly, assemble
 from rose.runtime.load import load_model
+from rose.runtime.memory import MemoryPlan
 from rose.sampling.sampler import Sampler
 from rose.utils.device import DeviceFacts
 
@@ -30,7 +31,7 @@ class BuiltDecoder:
         rows = _by_implementation(self.decoder.kernel_table())
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         return [
-            *self.assembly.memory.lines,
+            *self.assembly.memory_lines,
             *("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows),
         ]
 
@@ -48,15 +49,20 @@ def _by_implementation(table: list[tuple[str, str, str]]) -> list[tuple[str, str
 
 
 def build_decoder(
-    model: CausalLM, config: EngineConfig, device: DeviceFacts, report: Callable[[str], None]
+    model: CausalLM,
+    config: EngineConfig,
+    device: DeviceFacts,
+    report: Callable[[str], None],
+    *,
+    planned: MemoryPlan | None = None,
 ) -> BuiltDecoder:
     """Build everything between a loaded model and the engine, warmed up.
 
-    Units    config is resolved
+    Units    config is resolved; planned: the memory plan made before loading, if there was one
     Raises   ConfigError where memory, context or a name does not allow it
     """
     build = find_decoder(config.decoding.decoder)
-    assembly = assemble(model, config, device, report)
+    assembly = assemble(model, config, device, report, planned=planned)
     sampler = Sampler.build(model.config.vocab_size, device, kernels=config.kernels)
     decoder = build(config, assembly.runner, sampler, assembly.memory.context_tokens)
     decoder.warm_up(report)
@@ -75,5 +81,5 @@ def load_decoder(
 
     Raises   ConfigError, CheckpointError
     """
-    model, resolved = load_model(config, device, report)
-    return build_decoder(model, resolved, device, report)
+    loaded = load_model(config, device, report)
+    return build_decoder(loaded.model, loaded.config, device, report, planned=loaded.planned)

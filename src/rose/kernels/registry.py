@@ -120,6 +120,9 @@ class Implementation:
     """Why these sizes cannot be taken, or None."""
     prepare: Callable[[Any], Any] | None = None
     """Relayout of the weights, run once at load; its result is passed as `weights`."""
+    workspace: Callable[[Sizes, int, int], int] = lambda _sizes, _rows, _longest: 0
+    """(sizes, rows, longest sequence in tokens) -> bytes that a call holds at its peak besides its operands; for the
+    memory plan, which is made before anything can be measured. Left out where it is a few MiB."""
     activation_rounding: tuple[str, ...] = ()
     """Formats to which it rounds the inputs of its matrices, one name each in the order of the operation's
     `rounded_reference`; empty: it rounds nothing that the contract does not. `check` then compares with
@@ -324,10 +327,12 @@ class BoundOperation:
         operation: Operation,
         table: dict[Regime, Implementation],
         *,
+        sizes: Sizes | None = None,
         check_calls: bool = False,
     ) -> None:
         self.operation = operation
         self.table = table
+        self.sizes = sizes or {}
         self._check_calls = check_calls
         self._calls = {r: self._checked(i.function) for r, i in table.items()}
 
@@ -421,7 +426,7 @@ def bind(
             refused.append(f"{implementation.name}: {reason}")
         else:
             raise ContractError(f"{name} ({regime}): nothing can run; " + "; ".join(refused))
-    return BoundOperation(operation, table, check_calls=check_calls)
+    return BoundOperation(operation, table, sizes=sizes, check_calls=check_calls)
 
 
 def begin_compiling(bound: BoundOperation) -> None:

@@ -6,12 +6,14 @@ Layers bind their operations through it when they are built, so that it can prin
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from rose.config.engine import KernelsConfig
 from rose.config.quant import QuantConfig
 from rose.kernels import registry
+from rose.kernels.dry import DryOperation
 from rose.kernels.registry import BoundOperation
 from rose.parallel.group import ParallelGroup
 from rose.parallel.single import SingleGroup
@@ -29,9 +31,12 @@ class LayerBuild:
         group: ParallelGroup | None = None,
         device: DeviceFacts = CPU,
         kernels: KernelsConfig | None = None,
+        dry_context: int | None = None,
     ) -> None:
         """Take a resolved `quant`: nothing in it is "auto".
 
+        `dry_context`: bind, but compute nothing (`kernels.dry`); for weights without memory (torch's meta device)
+        and sequences of up to so many tokens.
         Raises  ContractError where `kernels.only` names an operation that does not exist.
         """
         assert "auto" not in (quant.activations, quant.kv), "quant must be resolved first"
@@ -39,6 +44,8 @@ class LayerBuild:
         self.group = group or SingleGroup()
         self.device = device
         self.kernels = kernels or KernelsConfig()
+        self._dry_context = dry_context
+        self._dry_bytes: dict[tuple[Any, ...], int] = {}
         registry.require_operations(self.kernels.only)
         self.weight_bytes = 0
         """Held by all layers built so far, relayouts included."""
@@ -70,7 +77,9 @@ class LayerBuild:
             # nvcc takes 5 to 20 s a source; weights are read and other layers built in the meantime.
             registry.begin_compiling(bound)
         self._table.update(new_rows)
-        return bound
+        if self._dry_context is None:
+            return bound
+        return DryOperation(bound, self._dry_context, self._dry_bytes)
 
     def kernel_table(self) -> list[tuple[str, str, str]]:
         """Return (operation, regime, implementation) of everything bound, without repeats."""

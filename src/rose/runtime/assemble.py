@@ -13,10 +13,14 @@ from rose.models.base import CausalLM
 from rose.runtime.inputs import DeviceTables
 from rose.runtime.limits import context_limit, require_one_device
 from rose.runtime.memory import MemoryPlan, MemoryUse, graph_bytes, plan_memory
+from rose.runtime.memory_words import is_as_planned, outcome, table
 from rose.runtime.runner import ModelRunner, allocate_kv
 from rose.runtime.warm_up import prompt_step
 from rose.utils.device import DeviceFacts
+from rose.utils.log import get_logger
 from rose.utils.math import ceil_div
+
+_logger = get_logger(__name__)
 
 Report = Callable[[str], None]
 """Told in words what is being done, while the engine is not ready."""
@@ -34,14 +38,22 @@ class Assembly:
     memory: MemoryPlan
     context_tokens: int
     """Limit of the model and the configuration, whatever KV can hold."""
+    memory_lines: tuple[str, ...]
+    """The plan in words; where it was printed before loading, how it came out."""
 
 
 def assemble(
-    model: CausalLM, config: EngineConfig, device: DeviceFacts, report: Report
+    model: CausalLM,
+    config: EngineConfig,
+    device: DeviceFacts,
+    report: Report,
+    *,
+    planned: MemoryPlan | None = None,
 ) -> Assembly:
     """Build runner, device tables and KV cache for a model whose parameters are on the device.
 
-    Units    config is resolved
+    Units    config is resolved; planned: what was decided before the model was loaded, held against what is
+             measured now; None: the plan is made now
     Raises   ConfigError where parallel sizes, context or memory do not allow it
     """
     layout = CacheLayout.of(
@@ -63,15 +75,22 @@ def assemble(
     if device.kind == "cuda":
         report("measuring the memory of the largest step")
         use = _measure(runner, layout, config, context_tokens)
-    memory = plan_memory(
-        layout=layout,
-        cache=config.cache,
-        scheduler=config.scheduler,
-        use=use,
-        device_bytes=device.memory_bytes,
-        context_tokens=context_tokens,
-        is_context_asked=config.context_tokens is not None,
-    )
+    if planned is not None and is_as_planned(planned.use, use):
+        memory, lines = planned, [outcome(planned.use, use)]
+    else:
+        # A plan that was too small is made again from what was measured: refused if that does not fit.
+        memory = plan_memory(
+            layout=layout,
+            cache=config.cache,
+            scheduler=config.scheduler,
+            use=use,
+            device_bytes=device.memory_bytes,
+            context_tokens=context_tokens,
+            is_context_asked=config.context_tokens is not None,
+        )
+        lines = list(table(memory, layout, config, device, context_tokens=context_tokens))
+        if planned is not None:
+            _logger.warning("%s; planned again, as follows", outcome(planned.use, use))
     runner.kv_pages = allocate_kv(layout, memory.num_pages, tables.device)
     return Assembly(
         config=config,
@@ -80,6 +99,7 @@ def assemble(
         layout=layout,
         memory=memory,
         context_tokens=context_tokens,
+        memory_lines=tuple(lines),
     )
 
 

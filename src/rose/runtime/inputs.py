@@ -19,12 +19,21 @@ from rose.kernels.registry import REGIMES, bind
 from rose.layers.context import ForwardContext, KindContext
 from rose.runtime.plan import MAX_HIT_COLUMNS, PlanEntry, StepPlan
 from rose.runtime.staging import StagingRing
-from rose.sampling.adjustments import AdjustmentTable
+from rose.sampling.adjustments import AdjustmentTable, adjustment_bytes
 from rose.sampling.batch import FLOATS, INTS, SamplingBatch, SamplingTable, pack
 from rose.utils.device import DeviceFacts
 from rose.utils.math import ceil_div
 
 _PACKED = INTS + FLOATS
+
+
+def table_bytes(
+    layout: CacheLayout, *, num_slots: int, context_tokens: int, vocab_size: int
+) -> int:
+    """Return the device bytes of `DeviceTables` but for what is a few KiB."""
+    num_rows, num_columns = num_slots + 1, ceil_div(context_tokens, layout.page_tokens)
+    pages = 4 * len(layout.kinds) * num_rows * num_columns
+    return pages + adjustment_bytes(num_rows, vocab_size)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from rose.config.engine import EngineConfig
@@ -10,19 +11,31 @@ from rose.kernels.registry import require_implementations
 from rose.layers.build import LayerBuild
 from rose.models.base import CausalLM
 from rose.models.registry import ModelEntry, entry
-from rose.runtime.limits import context_limit, require_one_device
-from rose.utils.device import DeviceFacts
+from rose.runtime.before_load import Planner
+from rose.runtime.limits import require_one_device
+from rose.runtime.memory import MemoryPlan
+from rose.utils.device import DeviceFacts, free_bytes
 from rose.utils.errors import CheckpointError
+from rose.utils.log import get_logger
 from rose.weights.loader import Progress
 from rose.weights.reader import config_path, read_json
 
+_logger = get_logger(__name__)
 
-def load_model(
-    config: EngineConfig, device: DeviceFacts, report: Callable[[str], None]
-) -> tuple[CausalLM, EngineConfig]:
-    """Read the checkpoint that the configuration names.
 
-    Returns  the model, and the configuration resolved for device and checkpoint
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A model on the device, and what was decided before it was there."""
+
+    model: CausalLM
+    config: EngineConfig
+    """Resolved for device and checkpoint."""
+    planned: MemoryPlan
+
+
+def load_model(config: EngineConfig, device: DeviceFacts, report: Callable[[str], None]) -> Loaded:
+    """Read the checkpoint that the configuration names, once it is known that it fits.
+
     Raises   ConfigError, ContractError, CheckpointError
     """
     folder = Path(config.model)
@@ -31,8 +44,13 @@ def load_model(
     model_config = weights.read_config(folder)
     resolved = config.resolve(device, checkpoint_format=weights.checkpoint_format(folder))
     require_one_device(resolved.parallel)
-    context_limit(resolved, model_config)
     require_implementations(resolved.kernels.only)
+    planner = Planner(
+        entry=model_entry, model_config=model_config, device=device, free_bytes=free_bytes(device)
+    )
+    planned = planner.plan(resolved)
+    for line in planner.lines(resolved, planned):
+        _logger.info("%s", line)
     report(f"loading weights of {folder}")
     parameters = weights.load(
         folder, model_config, resolved.quant, device=device.kind, progress=_progress(report)
@@ -45,7 +63,7 @@ def load_model(
         page_tokens=resolved.cache.page_tokens,
         num_positions=resolved.context_tokens,
     )
-    return model, resolved
+    return Loaded(model=model, config=resolved, planned=planned)
 
 
 def _progress(report: Callable[[str], None]) -> Progress:

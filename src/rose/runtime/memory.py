@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rose.cache.layout import CacheLayout
 from rose.config.cache import CacheConfig
 from rose.config.scheduler import SchedulerConfig
+from rose.runtime import memory_words as words
 from rose.utils.errors import ConfigError
 from rose.utils.math import ceil_div
 
@@ -22,11 +23,13 @@ class MemoryUse:
     """Peak of the largest step, above the weights."""
     graphs: int = 0
     """Decode graphs with their logits."""
+    tables: int = 0
+    """Per slot: pages, parameters and token counts; and the table of rotary angles."""
 
     @property
     def total(self) -> int:
         """Sum of all."""
-        return self.weights + self.workspace + self.graphs
+        return self.weights + self.workspace + self.graphs + self.tables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +45,11 @@ class MemoryPlan:
     use: MemoryUse
     budget_bytes: int | None
     """Device memory times memory_fraction; None where KV is set by kv_tokens."""
-    lines: tuple[str, ...]
-    """The plan in words."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of everything."""
+        return self.use.total + self.kv_bytes
 
 
 def graph_bytes(max_rows: int, vocab_size: int) -> int:
@@ -85,11 +91,13 @@ def plan_memory(
     device_bytes: int,
     context_tokens: int,
     is_context_asked: bool,
+    free_bytes: int | None = None,
 ) -> MemoryPlan:
     """Divide the device; the KV cache takes what is left, or what `kv_tokens` says.
 
-    Units    is_context_asked: the limit was configured, so it may not be lowered to what fits
-    Raises   ConfigError with the numbers where too little is left
+    Units    is_context_asked: the limit was configured, so it may not be lowered to what fits;
+             free_bytes: of device_bytes, before any of `use` is taken; None: not known, or `use` is taken already
+    Raises   ConfigError where too little is left, with what was asked, found and needed
     """
     full = next((k for k in layout.kinds if k.window_tokens is None), None)
     window = next((k for k in layout.kinds if k.window_tokens is not None), None)
@@ -105,26 +113,24 @@ def plan_memory(
         num_pages[window.kind] = window_pages(
             layout, scheduler, full_pages, is_caching=cache.prefix_cache
         )
-    kv_bytes = sum(k.page_bytes * num_pages[k.kind] for k in layout.kinds)
-    kv_tokens = full_pages * layout.page_tokens
-    if device_bytes and use.total + kv_bytes > device_bytes:
-        raise ConfigError(
-            f"kv_tokens={cache.kv_tokens} needs {kv_bytes / GIB:.2f} GiB; the device has "
-            f"{device_bytes / GIB:.2f} GiB, of which {use.total / GIB:.2f} are taken; lower cache.kv_tokens"
-        )
-    wanted = context_tokens if is_context_asked else 2 * layout.page_tokens
-    if kv_tokens < min(wanted, context_tokens):
-        raise ConfigError(_refusal(layout, cache, use, budget, kv_tokens, wanted))
     plan = MemoryPlan(
         num_pages=num_pages,
-        kv_tokens=kv_tokens,
-        kv_bytes=kv_bytes,
-        context_tokens=min(context_tokens, kv_tokens),
+        kv_tokens=full_pages * layout.page_tokens,
+        kv_bytes=sum(k.page_bytes * num_pages[k.kind] for k in layout.kinds),
+        context_tokens=min(context_tokens, full_pages * layout.page_tokens),
         use=use,
         budget_bytes=budget,
-        lines=(),
     )
-    return _with_lines(plan, layout, device_bytes, context_tokens)
+    wanted = min(context_tokens if is_context_asked else 2 * layout.page_tokens, context_tokens)
+    problems = (
+        words.too_few_pages(plan, layout, cache, wanted),
+        words.too_large(plan, cache, device_bytes),
+        words.not_free(plan, cache, device_bytes, free_bytes),
+    )
+    for problem in problems:
+        if problem is not None:
+            raise ConfigError(problem)
+    return plan
 
 
 def _pages_for_bytes(
@@ -153,62 +159,3 @@ def _pages_for_bytes(
         # So little memory that both kinds have equally many pages.
         pages = num_bytes // (full_bytes + window_bytes)
     return min(most, max(0, pages))
-
-
-def _refusal(
-    layout: CacheLayout,
-    cache: CacheConfig,
-    use: MemoryUse,
-    budget: int | None,
-    kv_tokens: int,
-    wanted: int,
-) -> str:
-    page = sum(k.page_bytes for k in layout.kinds)
-    needed = ceil_div(wanted, layout.page_tokens) * page
-    if budget is None:
-        return (
-            f"kv_tokens={cache.kv_tokens} holds {kv_tokens} tokens, a sequence of {wanted} is to fit; "
-            "raise cache.kv_tokens or lower context_tokens"
-        )
-    return (
-        f"the KV cache for {wanted} tokens needs {needed / GIB:.2f} GiB; of {budget / GIB:.2f} GiB "
-        f"(device memory x memory_fraction {cache.memory_fraction}) weights take {use.weights / GIB:.2f}, "
-        f"workspace {use.workspace / GIB:.2f}, graphs {use.graphs / GIB:.2f} GiB, which leaves room for "
-        f"{kv_tokens} tokens; raise cache.memory_fraction, or lower context_tokens or "
-        "scheduler.max_step_tokens"
-    )
-
-
-def _with_lines(
-    plan: MemoryPlan, layout: CacheLayout, device_bytes: int, context_tokens: int
-) -> MemoryPlan:
-    use = plan.use
-    lines = [
-        f"device      {_size(device_bytes)}",
-        f"weights     {_size(use.weights)}",
-        f"KV          {_size(plan.kv_bytes)}, {plan.kv_tokens} tokens",
-    ]
-    if use.workspace or use.graphs:
-        # Measured on CUDA; on a CPU nothing is known of them.
-        lines[2:2] = [
-            f"workspace   {_size(use.workspace)}",
-            f"graphs      {_size(use.graphs)}",
-        ]
-    lines += [
-        f"  {k.kind:<9} {plan.num_pages[k.kind]:8d} pages of {layout.page_tokens} tokens, "
-        f"{k.page_bytes / (1 << 20):.3f} MiB each in {len(k.layers)} layers"
-        for k in layout.kinds
-    ]
-    if plan.context_tokens < context_tokens:
-        lines.append(
-            f"longest sequence {plan.context_tokens} tokens: the model takes {context_tokens}, "
-            "the KV cache is smaller"
-        )
-    return replace(plan, lines=tuple(lines))
-
-
-def _size(num_bytes: int) -> str:
-    """In GiB, or in MiB where that would show as nearly nothing."""
-    if num_bytes < GIB // 10:
-        return f"{num_bytes / (1 << 20):8.2f} MiB"
-    return f"{num_bytes / GIB:8.2f} GiB"

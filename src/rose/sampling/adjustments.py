@@ -139,6 +139,11 @@ class AdjustmentTable:
         return tensor.to(self._device, non_blocking=True)
 
 
+def adjustment_bytes(num_rows: int, vocab_size: int) -> int:
+    """Return the bytes of an AdjustmentTable."""
+    return num_rows * (4 * vocab_size + 3 * 4 + _WIDTH * (8 + 4 + 8))
+
+
 def _zeroed_counts(num_rows: int, vocab_size: int, device: torch.device) -> Tensor:
     if device.type == "cpu":
         # numpy leaves pages that are never written to the system; torch writes zeros to all 200 MB

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from rose.utils.errors import ConfigError
 
@@ -35,6 +36,41 @@ H200_RATES = {
     "bf16_flops_per_s": 765e12,
     "fp8_flops_per_s": 1411e12,
 }
+
+
+H200 = DeviceFacts(
+    kind="cuda",
+    name="NVIDIA H200",
+    capability=(9, 0),
+    num_sms=132,
+    memory_bytes=143771 << 20,
+    **H200_RATES,
+)
+"""For plans made on other machines."""
+
+
+def free_bytes(device: DeviceFacts) -> int | None:
+    """Return the memory that nobody holds now; None where it cannot be told."""
+    if device.kind == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else None
+    return _free_on_host(Path("/proc/meminfo"), Path("/sys/fs/cgroup"))
+
+
+def _free_on_host(meminfo: Path, group: Path) -> int | None:
+    """Return what the system calls available, or what this process's group may still take, whichever is less."""
+    try:
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        free = int(lines["MemAvailable"].split()[0]) << 10
+    except (OSError, KeyError, ValueError):
+        return None
+    try:
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((group / "memory.current").read_text()) - int(statistics["inactive_file"])
+        return min(free, int((group / "memory.max").read_text()) - used)
+    except (OSError, KeyError, ValueError):  # no group, or "max"
+        return free
 
 
 def detect(device: str = "auto") -> DeviceFacts:

@@ -56,6 +56,17 @@ def load_targets(
     return {name: target.finish() for name, target in filling.items()}
 
 
+def blank_targets(
+    rules: Iterable[WeightRule], *, format_of: Callable[[str], TensorFormat], cut: Cut
+) -> dict[str, FormattedTensor]:
+    """Return the targets of `load_targets` without numbers or memory, on torch's meta device."""
+    return {
+        name: _Filling(parts, format_of(parts[0].role), cut.size, "meta").blank()
+        for name, parts in _by_target(list(rules)).items()
+        if split(parts[0], cut)
+    }
+
+
 def _by_target(rules: list[WeightRule]) -> dict[str, list[WeightRule]]:
     targets: dict[str, list[WeightRule]] = {}
     for rule in rules:
@@ -97,6 +108,10 @@ class _Filling:
         if held.scales is not None and new.scales is not None and form.block is not None:
             scale_row = row // form.block[0]
             held.scales[scale_row : scale_row + new.scales.shape[0]].copy_(new.scales)
+
+    def blank(self) -> FormattedTensor:
+        """Return the target with nothing in it."""
+        return empty(self._form, self._shape, self._device)
 
     def finish(self) -> FormattedTensor:
         """Return the target."""

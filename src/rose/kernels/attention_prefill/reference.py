@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rose.utils.math import ceil_div
 
-_CHUNK_QUERIES = 256
+CHUNK_QUERIES = 256
 """Queries at once; only a bound on memory, a long sequence has billions of scores."""
 
 
@@ -27,8 +27,8 @@ def reference(
     """Gather the keys of each sequence, mask, softmax with the sink as one more column; see the contract."""
     starts = query_starts_S1.tolist()
     for s, length in enumerate(lengths_S.tolist()):
-        for begin in range(starts[s], starts[s + 1], _CHUNK_QUERIES):
-            end = min(begin + _CHUNK_QUERIES, starts[s + 1])
+        for begin in range(starts[s], starts[s + 1], CHUNK_QUERIES):
+            end = min(begin + CHUNK_QUERIES, starts[s + 1])
             last = length - (starts[s + 1] - end)
             out_THD[begin:end] = attend(
                 q_THD[begin:end],

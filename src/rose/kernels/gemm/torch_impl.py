@@ -36,12 +36,18 @@ def gemm(
             out_TN += bias_N
 
 
+def workspace(sizes: Sizes, rows: int, _longest: int) -> int:
+    """Bytes of a call that goes through float32: x, the decoded matrix and the product."""
+    return 4 * (rows * (sizes["K"] + sizes["N"]) + sizes["N"] * sizes["K"])
+
+
 register(
     Implementation(
         operation="gemm",
         name="torch",
         function=gemm,
         band=Band.PORTABLE,
+        workspace=workspace,
         note="decodes the matrix in every call unless it is plain",
     )
 )

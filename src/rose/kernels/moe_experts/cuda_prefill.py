@@ -16,6 +16,7 @@ from torch import Tensor
 from rose.kernels.build import CudaLibrary
 from rose.kernels.formats import FormattedTensor
 from rose.kernels.moe_experts.rows import RowTable, allocate_rows
+from rose.kernels.registry import Sizes
 from rose.kernels.weights import ExpertWeights
 from rose.utils.math import ceil_div, round_up
 
@@ -148,11 +149,19 @@ class PrefillLibrary:
         """
         assert matrix.scales is not None, "mxfp4 has scales"
         experts, rows, columns = matrix.shape
-        self._expand(
-            matrix.values.data_ptr(), matrix.scales.data_ptr(), tile_exponents.data_ptr(),
-            out.data_ptr(), experts, rows, columns, _stream(),
-        )  # fmt: skip
+        if not out.is_meta:  # the memory plan prepares weights that have no numbers
+            self._expand(
+                matrix.values.data_ptr(), matrix.scales.data_ptr(), tile_exponents.data_ptr(),
+                out.data_ptr(), experts, rows, columns, _stream(),
+            )  # fmt: skip
         return out[: experts * rows * columns].view(experts, rows, columns)
+
+
+def workspace(sizes: Sizes, rows: int, _longest: int) -> int:
+    """Bytes of a call: quantised rows, their SwiGLU, the outputs before they are added up."""
+    pairs, hidden, inner = rows * sizes["K"], sizes["D"], sizes["I"]
+    scales = 4 * pairs * (ceil_div(hidden, X_GROUP) + ceil_div(inner, DEFAULT.hidden_group))
+    return pairs * (3 * hidden + inner) + scales
 
 
 def run_experts(

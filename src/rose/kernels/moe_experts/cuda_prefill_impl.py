@@ -16,6 +16,7 @@ from rose.kernels.moe_experts.cuda_prefill import (
     MAX_EXPERTS,
     PrefillLibrary,
     run_experts,
+    workspace,
 )
 from rose.kernels.moe_experts.mxfp4_tiles import TiledExperts, multipliers, tile_exponents, tiled
 from rose.kernels.registry import Band, Implementation, Sizes, register
@@ -123,6 +124,11 @@ def _copy_limits(sizes: Sizes) -> str | None:
     return _limits(sizes)
 
 
+def _expanding_workspace(sizes: Sizes, rows: int, longest: int) -> int:
+    scratch = 2 * sizes["E"] * sizes["I"] * sizes["D"]
+    return scratch + workspace(sizes, rows, longest)
+
+
 _COMMON = {
     "operation": "moe_experts",
     "device": "cuda",
@@ -130,6 +136,7 @@ _COMMON = {
     "max_capability": (9, 0),
     "phases": frozenset({"prefill"}),
     "library": LIBRARY.library,
+    "workspace": workspace,
     "activation_rounding": ("fp8_group128", f"fp8_group{DEFAULT.hidden_group}"),
 }
 register(
@@ -164,6 +171,6 @@ register(
         limits=_limits,
         prepare=tiled,
         note="the same, each matrix expanded into scratch memory at every call",
-        **_COMMON,
+        **{**_COMMON, "workspace": _expanding_workspace},
     )
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rose.kernels.formats import FormattedTensor, plain
-from rose.kernels.moe_experts.torch_impl import moe_experts
+from rose.kernels.moe_experts.torch_impl import moe_experts, workspace
 from rose.kernels.registry import Band, Implementation, Sizes, register
 from rose.kernels.weights import ExpertWeights
 
@@ -40,6 +40,7 @@ register(
         device="cpu",
         limits=_limits,
         prepare=_prepare,
+        workspace=workspace,
         note="float32 copy of the matrices, made at load",
     )
 )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rose.kernels.moe_experts.reference import swiglu
-from rose.kernels.registry import Band, Implementation, register
+from rose.kernels.registry import Band, Implementation, Sizes, register
 from rose.kernels.weights import ExpertWeights
 
 
@@ -51,6 +51,13 @@ def moe_experts(
     out_TD.copy_(total_TD)
 
 
+def workspace(sizes: Sizes, rows: int, _longest: int) -> int:
+    """Bytes of a call in float32: rows sorted by expert and their outputs, and all rows through one expert."""
+    pairs, hidden, inner = rows * sizes["K"], sizes["D"], sizes["I"]
+    matrices = 3 * inner * hidden
+    return 4 * (3 * pairs * hidden + 5 * rows * inner + matrices)
+
+
 register(
     Implementation(
         operation="moe_experts",
@@ -58,6 +65,7 @@ register(
         function=moe_experts,
         band=Band.PORTABLE,
         is_capturable=False,
+        workspace=workspace,
         note="one loop over the experts hit; asks the device, so not for graphs",
     )
 )

@@ -13,6 +13,7 @@ from rose.kernels.moe_experts.triton_grouped import TileShape, down, gate_up
 from rose.kernels.moe_experts.triton_permute import combine, quantize_scatter, sort_by_expert
 from rose.kernels.registry import Band, Implementation, Sizes, register
 from rose.kernels.weights import ExpertWeights
+from rose.utils.math import ceil_div
 
 X_GROUP = 128
 
@@ -110,6 +111,12 @@ def moe_experts(
     )
 
 
+def _workspace(sizes: Sizes, rows: int, _longest: int) -> int:
+    pairs, hidden, inner = rows * sizes["K"], sizes["D"], sizes["I"]
+    scales = 4 * pairs * (ceil_div(hidden, X_GROUP) + ceil_div(inner, DEFAULT.hidden_group))
+    return pairs * (3 * hidden + inner) + scales
+
+
 def _limits(sizes: Sizes) -> str | None:
     for name in ("D", "I"):
         if sizes[name] % 16:
@@ -135,6 +142,7 @@ register(
         limits=_limits,
         activation_rounding=("fp8_group128", f"fp8_group{DEFAULT.hidden_group}"),
         interpreted=frozenset({"bf16", "float32"}),
+        workspace=_workspace,
         note="FP8 products, bias in the float32 accumulators",
     )
 )

@@ -16,7 +16,7 @@ from rose.models.gpt_oss.config import GptOssConfig
 from rose.models.gpt_oss.parameters import GptOssParameters, LayerParameters
 from rose.quant.scheme import scheme
 from rose.utils.errors import CheckpointError, ConfigError
-from rose.weights.loader import Progress, ignore_progress, load_targets
+from rose.weights.loader import Progress, blank_targets, ignore_progress, load_targets
 from rose.weights.pieces import Cut
 from rose.weights.reader import CheckpointReader, config_path, read_json
 from rose.weights.rules import PLAIN, Storage, WeightRule, expand
@@ -301,6 +301,17 @@ def load(
             device=device,
             progress=progress,
         )
+    return assemble(targets, config.num_layers)
+
+
+def blank(
+    config: GptOssConfig, quant: QuantConfig, *, rank: int = 0, size: int = 1
+) -> GptOssParameters:
+    """Return what `load` would, whatever the checkpoint's layout, without numbers: on torch's meta device."""
+    any_layout = Layout(naming="hugging_face", experts="bf16")
+    targets = blank_targets(
+        rules(config, any_layout), format_of=scheme(quant).of_role, cut=Cut(rank=rank, size=size)
+    )
     return assemble(targets, config.num_layers)
 
 

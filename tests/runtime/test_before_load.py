@@ -1,0 +1,260 @@
+"""The memory plan made before weights are loaded: it is what loading then takes, and refuses with what would fit."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fakes import checkpoints
+from rose.cli.main import run
+from rose.config.cache import CacheConfig
+from rose.config.engine import EngineConfig
+from rose.config.quant import QuantConfig
+from rose.config.scheduler import SchedulerConfig
+from rose.decoders.build import build_decoder
+from rose.layers.own_pages import OwnPages
+from rose.models.gpt_oss.config import published
+from rose.models.registry import entry
+from rose.runtime import before_load, load
+from rose.runtime.before_load import Planner
+from rose.runtime.footprint import PeakBytes, footprint
+from rose.runtime.inputs import DeviceTables, table_bytes
+from rose.runtime.memory import GIB, MemoryUse
+from rose.utils.device import CPU, H200, DeviceFacts, _free_on_host
+from rose.utils.errors import ConfigError
+
+ENTRY = entry("gpt_oss")
+HOST = replace(CPU, memory_bytes=8 * GIB)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    c = checkpoints.config()
+    root = tmp_path_factory.mktemp("model")
+    return checkpoints.write_layout(root / "m", c, checkpoints.numbers(c), "mxfp4")
+
+
+def _planner(size="20b", device=H200, free_bytes=None):
+    return Planner(entry=ENTRY, model_config=published(size), device=device, free_bytes=free_bytes)
+
+
+def _config(device=H200, *, weights="mxfp4", **changes):
+    config = EngineConfig(model="m", quant=QuantConfig(weights=weights), **changes)
+    return config.resolve(device, checkpoint_format="mxfp4")
+
+
+def _small(folder, **changes):
+    return EngineConfig(
+        model=str(folder),
+        device="cpu",
+        scheduler=SchedulerConfig(max_step_tokens=300, max_mixed_tokens=300, max_sequences=8),
+        **{"cache": CacheConfig(kv_tokens=512), **changes},
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "weights", "gib", "tokens"),
+    [
+        # 3.36 GiB bf16 beside the experts, 12 layers of 24 KiB a token; the 120b: 4.0 GiB, 18 layers of 36 KiB
+        ("20b", "fp8_block", 21.16, 4.0e6),
+        ("120b", "fp8_block", 110.85, 0.33e6),
+        ("120b", "mxfp4", 60.82, 1.5e6),
+    ],
+)
+def test_an_h200_holds_the_published_models(size, weights, gib, tokens):
+    planner, config = _planner(size), _config(weights=weights)
+    plan = planner.plan(config)
+    assert plan.use.weights / GIB == pytest.approx(gib, abs=0.01)
+    assert plan.kv_tokens == pytest.approx(tokens, rel=0.15)
+    assert plan.total <= plan.budget_bytes < H200.memory_bytes
+    assert 1 < plan.use.workspace / GIB < 3.5
+    table = "\n".join(planner.lines(config, plan))
+    assert re.search(rf"weights +{gib} GiB +experts in {weights}", table)
+    for part in ("workspace", "graphs", "tables", "KV", "full", "window", "left", "140.40 GiB"):
+        assert part in table
+
+
+def test_what_does_not_fit_is_refused_with_numbers_and_the_formats_that_would():
+    with pytest.raises(ConfigError) as caught:
+        _planner("120b").plan(_config(weights="bf16"))
+    text = str(caught.value)
+    assert "weights take 217.61" in text
+    assert "of 126.36 GiB" in text
+    assert "change quant.weights to mxfp4" in text
+
+
+def test_what_never_fits_says_what_it_takes():
+    small = replace(H200, memory_bytes=4 * GIB)
+    with pytest.raises(ConfigError, match=r"No single option .* takes \d\d\.\d\d GiB"):
+        _planner(device=small).plan(_config())
+
+
+CHANGES = {
+    r"raise cache.memory_fraction to ([\d.]+)": ("cache", "memory_fraction"),
+    r"lower cache.memory_fraction to ([\d.]+)": ("cache", "memory_fraction"),
+    r"lower cache.kv_tokens to (\d+)": ("cache", "kv_tokens"),
+    r"lower context_tokens to (\d+)": (None, "context_tokens"),
+    r"lower scheduler.max_sequences to (\d+)": ("scheduler", "max_sequences"),
+    r"lower scheduler.max_step_tokens to (\d+)": ("scheduler", "max_step_tokens"),
+}
+
+
+def _applied(config, text):
+    """Yield the configuration after each change that the message names."""
+    for pattern, (node, name) in CHANGES.items():
+        found = re.search(pattern, text)
+        if found is None:
+            continue
+        value = float(found[1]) if "fraction" in name else int(found[1])
+        if node is None:
+            yield replace(config, **{name: value})
+        else:
+            values = {name: value}
+            if name == "max_step_tokens":
+                values["max_mixed_tokens"] = min(value, config.scheduler.max_mixed_tokens)
+            yield replace(config, **{node: replace(getattr(config, node), **values)})
+
+
+@pytest.mark.parametrize(
+    ("device_gib", "free_gib", "changes", "least"),
+    [
+        (30, None, {"context_tokens": 131072}, 3),
+        (30, None, {"cache": CacheConfig(kv_tokens=400_000)}, 1),
+        (140, 60, {}, 1),
+        (140, 60, {"cache": CacheConfig(kv_tokens=2_000_000)}, 1),
+    ],
+)
+def test_each_change_that_a_refusal_names_makes_it_fit(device_gib, free_gib, changes, least):
+    device = replace(H200, memory_bytes=device_gib * GIB)
+    planner = _planner(device=device, free_bytes=free_gib and free_gib * GIB)
+    config = _config(weights="fp8_block", **changes)
+    with pytest.raises(ConfigError) as caught:
+        planner.plan(config)
+    text = str(caught.value).partition("What fits:")[2]
+    found = list(_applied(config, text))
+    assert len(found) >= least, text
+    for changed in found:
+        planner.plan(changed)
+
+
+def test_memory_that_others_hold_is_told():
+    with pytest.raises(ConfigError, match=r"of the device's 140.40 GiB only 60.00 are free"):
+        _planner(free_bytes=60 * GIB).plan(_config())
+
+
+@pytest.mark.parametrize("weights", ["mxfp4", "bf16", "fp8_block", "fp8_block_all", "float32"])
+def test_planned_weights_are_those_of_the_loaded_model(folder, weights):
+    loaded = load.load_model(_small(folder, quant=QuantConfig(weights=weights)), HOST, print)
+    assert loaded.planned.use.weights == loaded.model.weight_bytes > 0
+
+
+def test_nothing_is_loaded_where_the_plan_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(ENTRY.weights, "load", lambda *_, **__: pytest.fail("weights were read"))
+    device = replace(CPU, memory_bytes=1 << 20)
+    with pytest.raises(ConfigError, match=r"the device has 0\.00 GiB"):
+        load.load_model(_small(folder), device, print)
+    with pytest.raises(ConfigError, match="kv_tokens=64 holds 64 tokens, a sequence of 1024"):
+        load.load_model(
+            _small(folder, cache=CacheConfig(kv_tokens=64), context_tokens=1024), HOST, print
+        )
+
+
+def test_a_dry_step_takes_what_a_real_one_does(folder):
+    """Within half: never less, so that the plan holds; kernels of torch state what they take from above."""
+    config = _small(folder)
+    loaded = load.load_model(config, HOST, print)
+    use = footprint(
+        ENTRY, loaded.model.config, loaded.config, HOST, context_tokens=config.cache.kv_tokens
+    )
+    own = OwnPages(
+        loaded.model.config,
+        num_sequences=1,
+        max_tokens=512,
+        page_tokens=64,
+        dtype=torch.float32,
+        device="cpu",
+    )
+    own.step(prefill=[(0, 212)])
+    context = own.step(prefill=[(0, 300)])
+    logits = 8 * loaded.model.config.vocab_size * 4
+    with torch.no_grad(), PeakBytes() as peak:
+        hidden_TD = loaded.model.forward(torch.zeros(300, dtype=torch.int64), context)
+        del hidden_TD
+    assert peak.most < use.workspace
+    assert use.workspace < 1.5 * max(peak.most, 16 * logits)
+
+
+def test_tables_are_counted_as_they_are():
+    layout = _planner()._layout(_config())
+    tables = DeviceTables(
+        layout, num_slots=7, context_tokens=4096, max_step_tokens=512, vocab_size=1000, device=CPU
+    )
+    real = sum(
+        t.numel() * t.element_size()
+        for owner in (tables, tables.adjustments)
+        for t in vars(owner).values()
+        if isinstance(t, torch.Tensor)
+    )
+    counted = table_bytes(layout, num_slots=7, context_tokens=4096, vocab_size=1000)
+    assert counted <= real < counted + 1024
+
+
+def test_serving_says_whether_it_came_out_as_planned(folder, caplog):
+    loaded = load.load_model(_small(folder), HOST, print)
+    built = build_decoder(loaded.model, loaded.config, HOST, print, planned=loaded.planned)
+    assert built.lines()[0].startswith("memory after loading: weights")
+    assert built.assembly.memory is loaded.planned
+    wrong = replace(loaded.planned, use=MemoryUse(weights=loaded.planned.use.weights // 2))
+    with caplog.at_level(logging.WARNING):
+        built = build_decoder(loaded.model, loaded.config, HOST, print, planned=wrong)
+    assert "planned again" in caplog.text
+    assert built.assembly.memory.use.weights == loaded.model.weight_bytes
+
+
+def test_inspect_shows_the_plan_that_serving_makes(folder, capsys, monkeypatch):
+    monkeypatch.setattr("rose.utils.device.detect", lambda _: HOST)
+    options = [f"--max-{name}=300" for name in ("step-tokens", "mixed-tokens")]
+    options += ["--kv-tokens=512", "--max-sequences=8"]
+    assert run(["inspect", str(folder), *options, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    loaded = load.load_model(_small(folder), HOST, print)
+    assert report["plan"]["bytes"]["total"] == loaded.planned.total
+    assert report["plan"]["num_pages"] == loaded.planned.num_pages
+
+
+def test_inspect_plans_for_an_h200_on_any_machine_and_names_flags(folder, capsys):
+    assert run(["inspect", str(folder), "--plan-for", "h200"]) == 0
+    assert "140.40 GiB  NVIDIA H200" in capsys.readouterr().out
+    assert run(["inspect", str(folder), "--plan-for", "h200", "--kv-tokens", "900000000"]) == 0
+    printed = capsys.readouterr().out
+    assert "memory plan refused: kv_tokens=900000000" in printed
+    assert "lower --kv-tokens (cache.kv_tokens) to " in printed
+
+
+def test_halves_are_powers_of_two_below():
+    assert list(before_load._halves(5000, 1024)) == [4096, 2048, 1024]
+    assert list(before_load._halves(4096, 1024)) == [2048, 1024]
+    assert list(before_load._halves(1000, 1024)) == []
+
+
+def test_free_memory_of_a_group_counts_what_it_can_drop(tmp_path):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 100 kB\nMemAvailable:   80 kB\n")
+    assert _free_on_host(meminfo, tmp_path) == 80 << 10
+    for name, text in (("max", "65536"), ("current", "50000"), ("stat", "inactive_file 10000\n")):
+        Path(tmp_path / f"memory.{name}").write_text(text)
+    assert _free_on_host(meminfo, tmp_path) == 65536 - 40000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert _free_on_host(meminfo, tmp_path) == 80 << 10
+    assert _free_on_host(tmp_path / "none", tmp_path) is None
+
+
+def test_facts_of_no_device_are_not_checked():
+    planner = _planner(device=DeviceFacts(kind="cpu", name="cpu"))
+    assert planner.plan(_config(CPU)).kv_tokens == 32768
