@@ -38,8 +38,9 @@ class FrontendConfig:
     """Private key of the certificate (PEM, without a password), where it is not in the same file."""
     max_request_bytes: int = 32 * 2**20
     """Larger bodies are refused with 413."""
-    response_store: Literal["memory", "none"] = "memory"
-    """Where responses are kept for previous_response_id and GET: memory of the process, or none."""
+    response_store: str = "memory"
+    """Where responses are kept for previous_response_id and GET: memory (of the process), none, or a file, which
+    several servers may share."""
     response_store_count: int = 10_000
     """Most responses kept; the longest unused go first."""
     response_store_bytes: int = 256 * 2**20
@@ -86,6 +87,12 @@ class FrontendConfig:
             problems.append(
                 f"max_engine_restarts={self.max_engine_restarts}; allowed: 0 or more; change --max-engine-restarts"
             )
+        for name in ("response_store_count", "response_store_bytes", "response_store_s"):
+            if getattr(self, name) <= 0:
+                flag = name.replace("_", "-")
+                problems.append(
+                    f"{name}={getattr(self, name)}; allowed: above 0, or --response-store none; change --{flag}"
+                )
         if not _is_date_choice(self.conversation_date):
             problems.append(
                 f"conversation_date={self.conversation_date!r}; allowed: today, none or YYYY-MM-DD; "

@@ -20,6 +20,7 @@ CALL = (
     "<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
     '{"city":"Paris","days":2}<|call|>'
 )
+TWO_CALLS = CALL.replace("<|call|>", "<|end|>") + "<|start|>assistant" + CALL
 # Ids and times differ from one response to the next.
 VARYING = ("id", "call_id", "item_id", "created_at", "completed_at", "previous_response_id")
 
@@ -72,7 +73,7 @@ def test_events_come_in_openais_order(talk):
     talk(scenario, ANSWER, CALL)
 
 
-@pytest.mark.parametrize("tokens_per_event", [1, 3, 1000])
+@pytest.mark.parametrize("tokens_per_event", [1, 1000])
 @pytest.mark.parametrize(
     "options",
     [
@@ -85,7 +86,7 @@ def test_events_come_in_openais_order(talk):
         {"parallel_tool_calls": False},
     ],
 )
-@pytest.mark.parametrize("text", [ANSWER, CALL, CALL.replace("<|call|>", "<|end|>") + CALL])
+@pytest.mark.parametrize("text", [ANSWER, TWO_CALLS])
 def test_a_stream_adds_up_to_the_whole_response(talk, line, text, options, tokens_per_event):
     async def scenario(room):
         whole = await room.create(tools=TOOLS, **options)
@@ -337,8 +338,6 @@ def test_a_call_that_was_forbidden_comes_as_text(talk):
 
 
 def test_one_call_where_parallel_calls_are_forbidden(talk):
-    text = CALL.replace("<|call|>", "<|end|>") + "<|start|>assistant" + CALL
-
     async def scenario(room):
         for is_parallel, count in ((True, 2), (False, 1)):
             body = await room.create(tools=TOOLS, parallel_tool_calls=is_parallel)
@@ -347,7 +346,7 @@ def test_one_call_where_parallel_calls_are_forbidden(talk):
             assert body["parallel_tool_calls"] is is_parallel
             assert body["status"] == "completed"
 
-    talk(scenario, text)
+    talk(scenario, TWO_CALLS)
 
 
 def test_what_was_asked_is_told_again(talk):

@@ -6,8 +6,6 @@ import json
 
 import pytest
 
-from rose.frontend.responses.store import Limits, MemoryStore, Record
-
 TOOLS = [{"type": "function", "name": "get_weather", "parameters": {"type": "object"}}]
 CALL = (
     "<|channel|>analysis<|message|>Use it.<|end|>"
@@ -253,69 +251,6 @@ def test_a_key_file_opens_what_another_process_sealed(talk, tmp_path):
         talk(fail, ANSWER, config=config)
     with pytest.raises(ConfigError, match="cannot be read"):
         talk(fail, ANSWER, config={"responses_key_file": str(tmp_path / "none")})
-
-
-# ---- the store ---------------------------------------------------------------------------------------------
-
-
-def record(name, size=100):
-    return Record(
-        id=name,
-        status="completed",
-        body=json.dumps("x" * size).encode(),
-        history=[],
-        output=[],
-        sampled={0: [1, 2]},
-    )
-
-
-@pytest.fixture
-def make_store():
-    def make_store(clock, **limits):
-        whole = {"num_records": 3, "num_bytes": 10**6, "seconds": 60.0} | limits
-        return MemoryStore(Limits(**whole), clock=clock)
-
-    return make_store
-
-
-def test_the_longest_unused_record_makes_room(make_store):
-    store = make_store(lambda: 0.0)
-    for name in "abc":
-        store.put(record(name))
-    assert store.get("a").sampled == {0: [1, 2]}
-    store.put(record("d"))
-    assert [name for name in "abcd" if store.get(name)] == ["a", "c", "d"]
-    assert store.num_records() == 3
-
-
-def test_the_store_stays_within_its_bytes(make_store):
-    store = make_store(lambda: 0.0, num_bytes=3000)
-    for name in "abc":
-        store.put(record(name, 1000))
-        assert store.num_bytes() <= 3000
-    assert store.get("a") is None
-    store.put(record("huge", 4000))
-    assert (store.num_records(), store.num_bytes()) == (0, 0)
-    store.put(record("a", 1000))
-    store.put(record("a", 10))
-    assert store.num_records() == 1
-    assert store.num_bytes() < 500
-
-
-def test_records_are_forgotten_after_their_time_unless_they_are_used(make_store):
-    now = [0.0]
-    store = make_store(lambda: now[0])
-    store.put(record("a"))
-    store.put(record("b"))
-    now[0] = 50.0
-    assert store.get("a")
-    now[0] = 70.0
-    assert store.get("b") is None
-    assert store.get("a")
-    assert store.num_records() == 1
-    now[0] = 131.0
-    assert not store.delete("a")
-    assert store.num_bytes() == 0
 
 
 def test_the_server_keeps_within_its_limits(talk):

@@ -1,7 +1,7 @@
 """Responses that run for nobody in particular: they go on when their client leaves, and can be followed again.
 
 The events of each are kept as they were sent, so that a stream can be resumed at any of them, as long as the limits
-allow. Knows turns and bytes, no HTTP.
+allow. In a shared store every process can follow and end what another runs. Knows turns and bytes, no HTTP.
 """
 
 from __future__ import annotations
@@ -15,9 +15,19 @@ from contextlib import aclosing
 from rose.frontend.errors import RequestError
 from rose.frontend.middleware import log_failure
 from rose.frontend.responses.events import Event, sse
-from rose.frontend.responses.store import Limits
+from rose.frontend.responses.store import Limits, Record, Store, StoreError
 from rose.frontend.responses.turn import Turn
 from rose.frontend.responses.writer import FINISHED
+from rose.utils.log import get_logger
+
+BEAT_SECONDS = 1.0
+"""How often a process tells a shared store that its responses still run, and asks what shall end."""
+POLL_SECONDS = 0.1
+"""How often a process looks for events of a response that another one runs."""
+LOST_SECONDS = 30.0
+"""A response whose process has told nothing for so long runs no more."""
+
+logger = get_logger(__name__)
 
 
 class EventLog:
@@ -31,13 +41,16 @@ class EventLog:
         self._events: list[bytes] = []
         self._news = asyncio.Event()
 
-    def add(self, events: list[Event]) -> None:
+    def add(self, events: list[bytes]) -> None:
         """Keep more events."""
-        for event in events:
-            raw = sse(event)
-            self._events.append(raw)
-            self.num_bytes += len(raw)
+        self._events += events
+        self.num_bytes += sum(map(len, events))
         self._wake()
+
+    @property
+    def num_events(self) -> int:
+        """How many there are."""
+        return len(self._events)
 
     def close(self) -> None:
         """Say that no more will come."""
@@ -66,11 +79,13 @@ class EventLog:
 class Background:
     """The responses that run in the background of one process, and the events of those that ran."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, store: Store, limits: Limits) -> None:
+        self._store = store
         self._limits = limits
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._turns: dict[str, Turn] = {}
         self._logs: OrderedDict[str, EventLog] = OrderedDict()
+        self._beat: asyncio.Task[None] | None = None
 
     def start(self, turn: Turn) -> EventLog:
         """Run a turn; return its events, of which the first are there already."""
@@ -79,29 +94,42 @@ class Background:
         self._make_room()
         self._turns[response_id] = turn
         turn.keep()
-        log.add(turn.begin())
+        self._add(turn, log, turn.created())
         task = self._tasks[response_id] = asyncio.create_task(self._run(turn, log))
         task.add_done_callback(lambda _: self._forget(response_id))
+        if self._store.is_shared and (self._beat is None or self._beat.done()):
+            self._beat = asyncio.create_task(self._keep_beating())
         return log
 
-    def log(self, response_id: str) -> EventLog | None:
-        """Return the events of a response, None where they are not kept (any more)."""
-        return self._logs.get(response_id)
+    def events(self, record: Record, first: int) -> AsyncGenerator[bytes, None] | None:
+        """Return the events of a response from number `first` on, None where they are not kept (any more)."""
+        log = self._logs.get(record.id)
+        if log is not None:
+            return log.read(first)
+        if record.is_background and self._store.events(record.id, 0):
+            return self._follow(record.id, first)
+        return None
+
+    def num_running(self) -> int:
+        """Return how many run here."""
+        return len(self._tasks)
 
     def running(self, response_id: str) -> Turn | None:
         """Return the turn of a response that runs here."""
         return self._turns.get(response_id)
 
-    async def cancel(self, response_id: str) -> None:
-        """Stop a response that runs here, and wait until it has."""
-        task, turn = self._tasks.get(response_id), self._turns.get(response_id)
-        if task is None or turn is None:
-            return
-        task.cancel()
-        await asyncio.wait([task])
-        if turn.body.status not in FINISHED:  # it had not even begun to run
-            turn.cancelled()
-            self._logs[response_id].close()
+    async def cancel(self, record: Record) -> None:
+        """End a response and wait until it has ended; one that has is left alone."""
+        task, turn = self._tasks.get(record.id), self._turns.get(record.id)
+        if task is not None and turn is not None:
+            task.cancel()
+            await asyncio.wait([task])
+            if turn.body.status not in FINISHED:  # it had not even begun to run
+                turn.cancelled()
+                self._logs[record.id].close()
+        elif record.status not in FINISHED:
+            self._store.ask_to_end(record.id)
+            await self._until_ended(record.id)
 
     def forget(self, response_id: str) -> None:
         """Drop the events of a response."""
@@ -116,17 +144,25 @@ class Background:
         try:
             async with aclosing(turn.events()) as source:
                 async for events in source:
-                    log.add(events)
+                    self._add(turn, log, events)
         except asyncio.CancelledError:
             turn.cancelled()
         except RequestError as error:
-            log.add(turn.failed(error))
+            self._add(turn, log, turn.failed(error))
         except Exception as bug:  # noqa: BLE001
             log_failure(bug)
             error = RequestError("internal_error", "the server failed while it made this response")
-            log.add(turn.failed(error))
+            self._add(turn, log, turn.failed(error))
         finally:
             log.close()
+
+    def _add(self, turn: Turn, log: EventLog, events: list[Event]) -> None:
+        raw = [sse(event) for event in events]
+        try:
+            self._store.add_events(turn.body.id, log.num_events, raw)
+        except StoreError as error:
+            logger.error("events of %s are not kept: %s", turn.body.id, error)
+        log.add(raw)
 
     def _forget(self, response_id: str) -> None:
         self._tasks.pop(response_id, None)
@@ -144,3 +180,38 @@ class Background:
             if log.ended is not None and (is_over or log.ended < oldest):
                 del self._logs[response_id]
                 num_bytes -= log.num_bytes
+
+    # ---- what other processes run ---------------------------------------------------------------------------
+
+    async def _keep_beating(self) -> None:
+        while self._tasks:
+            try:
+                for response_id in self._store.beat(list(self._tasks)):
+                    self._tasks[response_id].cancel()
+            except StoreError as error:
+                logger.error("%s", error)
+            await asyncio.sleep(BEAT_SECONDS)
+
+    async def _follow(self, response_id: str, first: int) -> AsyncGenerator[bytes, None]:
+        while True:
+            # In this order: what was written before the end is read after it was seen.
+            record = self._store.get(response_id)
+            events = self._store.events(response_id, first)
+            first += len(events)
+            if events:
+                yield b"".join(events)
+            if record is None or record.status in FINISHED or is_lost(record):
+                return
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _until_ended(self, response_id: str) -> None:
+        while True:
+            record = self._store.get(response_id)
+            if record is None or record.status in FINISHED or is_lost(record):
+                return
+            await asyncio.sleep(POLL_SECONDS)
+
+
+def is_lost(record: Record) -> bool:
+    """Return whether the process that ran a response of a shared store is gone."""
+    return record.status not in FINISHED and time.time() - record.touched > LOST_SECONDS

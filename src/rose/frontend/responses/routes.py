@@ -18,7 +18,8 @@ from rose.frontend.jobs import JobMaker
 from rose.frontend.metrics import Metrics
 from rose.frontend.parsing import parse_json, quoted
 from rose.frontend.reply import JSON
-from rose.frontend.responses.background import Background, EventLog
+from rose.frontend.responses.background import Background, is_lost
+from rose.frontend.responses.gauges import StoreGauges
 from rose.frontend.responses.maker import TurnMaker
 from rose.frontend.responses.parsing import parse_input_tokens, parse_response
 from rose.frontend.responses.reading import Reader
@@ -28,7 +29,8 @@ from rose.frontend.responses.schemas import (
     ResponsesRequest,
 )
 from rose.frontend.responses.sealing import load_sealer
-from rose.frontend.responses.store import Record, limits_of, open_store
+from rose.frontend.responses.store import Record, as_failed, limits_of
+from rose.frontend.responses.stores import open_store
 from rose.frontend.responses.turn import TurnSource
 from rose.frontend.schemas import encode
 from rose.frontend.stream import AnswerResponse
@@ -51,7 +53,8 @@ class ResponsesRoutes:
         sealer = load_sealer(config.responses_key_file)
         self._maker = TurnMaker(config, client, jobs, metrics, store=self._store, sealer=sealer)
         self._reader = Reader(sealer, hides=config.reasoning == "hidden")
-        self._background = Background(limits_of(config))
+        self._background = Background(self._store, limits_of(config))
+        metrics.registry.register(StoreGauges(self._store, self._background.num_running))
 
     def routes(self) -> list[Route]:
         """Return the routes."""
@@ -86,51 +89,46 @@ class ResponsesRoutes:
             return AnswerResponse(TurnSource(turn), self._metrics, timeout_s=timeout_s)
         log = self._background.start(turn)
         if asked.stream:
-            return AnswerResponse(LogSource(turn.body.id, log, first=0), self._metrics)
+            return AnswerResponse(LogSource(turn.body.id, log.read(0)), self._metrics)
         return _json(encode(turn.body))
 
     async def retrieve(self, request: Request) -> AnswerResponse | Response:
         """GET /v1/responses/{id}, whole or (stream=true) its events after `starting_after`."""
         query = self._reader.query(request.query_params)
-        response_id = request.path_params["response_id"]
+        record = self._record(request.path_params["response_id"])
         if query.is_stream:
-            log = self._background.log(response_id)
-            if log is None:
-                self._record(response_id)
+            events = self._background.events(record, query.first)
+            if events is None:
                 raise RequestError(
                     "invalid_request",
-                    f"the events of {quoted(response_id)} are not kept; allowed: responses that were made with "
+                    f"the events of {quoted(record.id)} are not kept; allowed: responses that were made with "
                     "background=true, as long as the server keeps their events; leave stream out",
                     param="stream",
                 )
-            return AnswerResponse(LogSource(response_id, log, first=query.first), self._metrics)
-        turn = self._background.running(response_id)
-        if turn is not None:
-            return _json(encode(turn.body))
-        return _json(self._reader.body(self._record(response_id), query))
+            return AnswerResponse(LogSource(record.id, events), self._metrics)
+        turn = self._background.running(record.id)
+        return _json(encode(turn.body) if turn else self._reader.body(record, query))
 
     async def delete(self, request: Request) -> Response:
         """DELETE /v1/responses/{id}; what runs is cancelled."""
-        response_id = request.path_params["response_id"]
-        await self._background.cancel(response_id)
-        self._background.forget(response_id)
-        if not self._store.delete(response_id):
-            raise _not_found(response_id)
-        return _json(encode(DeletedResponse(id=response_id)))
+        record = self._record(request.path_params["response_id"])
+        await self._background.cancel(record)
+        self._background.forget(record.id)
+        self._store.delete(record.id)
+        return _json(encode(DeletedResponse(id=record.id)))
 
     async def cancel(self, request: Request) -> Response:
         """POST /v1/responses/{id}/cancel; a response that has ended stays as it is."""
-        response_id = request.path_params["response_id"]
-        record = self._record(response_id)
+        record = self._record(request.path_params["response_id"])
         if not record.is_background:
             raise RequestError(
                 "invalid_request",
-                f"{quoted(response_id)} was not made with background=true; such a response ends when its client "
+                f"{quoted(record.id)} was not made with background=true; such a response ends when its client "
                 "hangs up",
                 param="response_id",
             )
-        await self._background.cancel(response_id)
-        return _json(self._reader.body(self._record(response_id), self._reader.query({})))
+        await self._background.cancel(record)
+        return _json(self._reader.body(self._record(record.id), self._reader.query({})))
 
     async def input_items(self, request: Request) -> Response:
         """GET /v1/responses/{id}/input_items: everything the answer was generated from, instructions left out."""
@@ -150,7 +148,15 @@ class ResponsesRoutes:
     def _record(self, response_id: str) -> Record:
         record = self._store.get(response_id)
         if record is None:
-            raise _not_found(response_id)
+            raise RequestError(
+                "response_not_found",
+                f"there is no response {quoted(response_id)}; it was not stored, or is not kept any more (see "
+                "--response-store)",
+                param="response_id",
+            )
+        if is_lost(record):
+            record = as_failed(record, "the server that made this response has ended")
+            self._store.put(record)
         return record
 
 
@@ -160,14 +166,13 @@ class LogSource:
     endpoint = ENDPOINT
     is_stream = True
 
-    def __init__(self, response_id: str, log: EventLog, *, first: int) -> None:
+    def __init__(self, response_id: str, events: AsyncGenerator[bytes, None]) -> None:
         self.answer_id = response_id
-        self._log = log
-        self._first = first
+        self._events = events
 
     def parts(self) -> AsyncGenerator[bytes, None]:
         """Yield the events."""
-        return self._log.read(self._first)
+        return self._events
 
     async def whole(self) -> bytes:
         """Events come as a stream only."""
@@ -184,15 +189,6 @@ def _read_request(raw: bytes) -> ResponsesRequest:
 
 def _read_input_tokens(raw: bytes, *, model: str) -> ResponsesRequest:
     return parse_input_tokens(parse_json(raw), model=model)
-
-
-def _not_found(response_id: str) -> RequestError:
-    return RequestError(
-        "response_not_found",
-        f"there is no response {quoted(response_id)}; it was not stored, or is not kept any more (see "
-        "--response-store)",
-        param="response_id",
-    )
 
 
 def _json(body: Any) -> Response:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import msgspec
@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from rose.frontend.config import FrontendConfig
 from rose.frontend.responses.items import Item
+from rose.utils.errors import RoseError
 
 
 class Record(Struct, kw_only=True):
@@ -34,10 +35,8 @@ class Record(Struct, kw_only=True):
     is_background: bool = False
     is_hidden: bool = False
     """Its reasoning was not shown."""
-    is_cancelled: bool = False
-    """Somebody wants it to end; read by the process in which it runs."""
     touched: float = 0.0
-    """Last sign of life of the process in which it runs, in seconds since 1970."""
+    """Last sign of life of the process in which it runs, in seconds since 1970; of shared stores."""
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -49,11 +48,24 @@ class Limits(Struct, frozen=True, kw_only=True):
     """Unused for so long, a record is forgotten."""
 
 
+class StoreError(RoseError):
+    """A store that cannot keep anything now, such as a file on a full disk."""
+
+
 class Store(Protocol):
-    """Where records are kept. Implementations never wait long: they are called on the event loop."""
+    """Where records are kept. Implementations never wait long: they are called on the event loop.
+
+    In a shared store other processes see records too, and the events of responses made in the background; in the
+    others these methods do nothing.
+    """
+
+    is_shared: bool
 
     def put(self, record: Record) -> None:
-        """Keep a record, in the place of the one with the same id."""
+        """Keep a record, in the place of the one with the same id.
+
+        Raises  StoreError
+        """
         ...
 
     def get(self, response_id: str) -> Record | None:
@@ -72,12 +84,51 @@ class Store(Protocol):
         """Return how large they are together."""
         ...
 
+    def add_events(self, response_id: str, first: int, events: Sequence[bytes]) -> None:
+        """Keep the events of a response from number `first` on."""
+        ...
+
+    def events(self, response_id: str, first: int) -> list[bytes]:
+        """Return the events of a response from number `first` on."""
+        ...
+
+    def ask_to_end(self, response_id: str) -> None:
+        """Ask the process that runs a response to cancel it."""
+        ...
+
+    def beat(self, running: Collection[str]) -> set[str]:
+        """Tell that these responses are being worked on; return those of them that shall end."""
+        ...
+
     def close(self) -> None:
         """Close what is open."""
         ...
 
 
-class MemoryStore:
+class _OwnStore:
+    """What a store of one process has no use for."""
+
+    is_shared = False
+
+    def add_events(self, response_id: str, first: int, events: Sequence[bytes]) -> None:
+        """Do nothing: the process has them."""
+
+    def events(self, response_id: str, first: int) -> list[bytes]:
+        """Return nothing."""
+        return []
+
+    def ask_to_end(self, response_id: str) -> None:
+        """Do nothing: whoever asks is the one that runs it."""
+
+    def beat(self, running: Collection[str]) -> set[str]:
+        """Return nothing: nobody else could ask."""
+        return set()
+
+    def close(self) -> None:
+        """Do nothing: memory goes with the process."""
+
+
+class MemoryStore(_OwnStore):
     """Records of one process, as bytes, so that their size is known and nobody changes them by accident."""
 
     def __init__(self, limits: Limits, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -123,9 +174,6 @@ class MemoryStore:
         self._forget_expired()
         return self._num_bytes
 
-    def close(self) -> None:
-        """Do nothing: memory goes with the process."""
-
     def _forget_expired(self) -> None:
         # The first was used longest ago, so it is the first to expire.
         while self._records and next(iter(self._records.values()))[0] <= self._clock():
@@ -143,7 +191,7 @@ class MemoryStore:
         self._num_bytes -= len(raw)
 
 
-class NoStore:
+class NoStore(_OwnStore):
     """Keeps nothing."""
 
     def put(self, record: Record) -> None:
@@ -165,9 +213,6 @@ class NoStore:
         """Return 0."""
         return 0
 
-    def close(self) -> None:
-        """Do nothing."""
-
 
 _DECODER = msgspec.json.Decoder(Record)
 
@@ -182,11 +227,12 @@ def decode_record(raw: bytes) -> Record:
     return _DECODER.decode(raw)
 
 
-def open_store(config: FrontendConfig) -> Store:
-    """Return the store that the configuration names."""
-    if config.response_store == "none":
-        return NoStore()
-    return MemoryStore(limits_of(config))
+def as_failed(record: Record, message: str) -> Record:
+    """Return a record of a response that nobody will finish."""
+    body = msgspec.json.decode(record.body)
+    body |= {"status": "failed", "error": {"code": "server_error", "message": message}}
+    raw = msgspec.Raw(msgspec.json.encode(body))
+    return msgspec.structs.replace(record, status="failed", body=raw)
 
 
 def limits_of(config: FrontendConfig) -> Limits:

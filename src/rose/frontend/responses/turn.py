@@ -20,9 +20,12 @@ from rose.frontend.responses.context import Context
 from rose.frontend.responses.events import Event, sse
 from rose.frontend.responses.items import Item
 from rose.frontend.responses.schemas import ReasoningItem, ResponseBody
-from rose.frontend.responses.store import Record, Store
+from rose.frontend.responses.store import Record, Store, StoreError
 from rose.frontend.responses.writer import ResponseWriter
 from rose.frontend.schemas import encode
+from rose.utils.log import get_logger
+
+logger = get_logger(__name__)
 
 
 class Turn:
@@ -48,41 +51,50 @@ class Turn:
         self._metrics = metrics
         self._is_hidden = is_hidden
         self._is_debug = is_debug
-        self._is_begun = False
+        self._is_created = False
 
     @property
     def body(self) -> ResponseBody:
         """The response as far as it has come."""
         return self.writer.body
 
-    def begin(self) -> list[Event]:
+    def created(self) -> list[Event]:
         """Return the first events, once."""
-        if self._is_begun:
+        if self._is_created:
             return []
-        self._is_begun = True
-        return self.writer.begin()
+        self._is_created = True
+        return self.writer.created()
 
     async def events(self) -> AsyncGenerator[list[Event], None]:
         """Run the job and yield its events, the last ones once the response is kept; closing it aborts the job.
 
         Raises  RequestError where the engine refuses or fails; `failed` has the events for that.
         """
+        is_begun = False
         async with aclosing(pieces(self._client, self.job, self._metrics)) as source:
             async for piece in source:
-                # The engine has taken the request: only now is there a response.
-                yield self.begin() + self.writer.events(piece)
+                # The engine has taken the request: in the foreground, only now is there a response.
+                first = [] if is_begun else [*self.created(), *self._begun()]
+                is_begun = True
+                yield first + self.writer.events(piece)
         self._metrics.finished(self.job)
         if self._is_debug:
             self.body.raw_messages = [_raw(m) for m in self.job.runs[0].answer().messages]
-        last = self.writer.end()
+        events = self.writer.end()
         self.keep()
-        yield last
+        yield events + self.writer.last()
+
+    def _begun(self) -> list[Event]:
+        events = self.writer.begun()
+        if self.body.background:
+            self.keep()
+        return events
 
     def failed(self, error: RequestError) -> list[Event]:
         """Return the events that end a response which broke off; it is kept as far as it came."""
         events = self.writer.fail(error.message)
         self.keep()
-        return events
+        return events + self.writer.last()
 
     def cancelled(self) -> None:
         """Keep the response as far as it came before somebody cancelled it."""
@@ -90,9 +102,17 @@ class Turn:
         self.keep()
 
     def keep(self) -> None:
-        """Put the response as it is into the store, where that was asked for."""
-        if self.body.store:
+        """Put the response as it is into the store, where that was asked for.
+
+        An answer is not lost with a store that fails: `store` in it says that it was not kept.
+        """
+        if not self.body.store:
+            return
+        try:
             self._store.put(self.record())
+        except StoreError as error:
+            logger.error("%s is not kept: %s", self.body.id, error)
+            self.body.store = False
 
     def record(self) -> Record:
         """Return the response with all that a next turn needs."""

@@ -81,13 +81,15 @@ class ResponseWriter:
         self._logprobs: list[TokenLogprob] = []
         self._finish_reason: str | None = None
 
-    def begin(self) -> list[Event]:
-        """Return the first events; a response in the background waits in between."""
+    def created(self) -> list[Event]:
+        """Return the first events of a response; one in the background is queued then."""
         events = [self._response("response.created")]
-        if self.body.status == "queued":
-            events.append(self._response("response.queued"))
-            self.body.status = "in_progress"
-        return [*events, self._response("response.in_progress")]
+        return [*events, self._response("response.queued")] if self.body.background else events
+
+    def begun(self) -> list[Event]:
+        """Return the event of the engine's first sign."""
+        self.body.status = "in_progress"
+        return [self._response("response.in_progress")]
 
     def events(self, piece: Piece) -> list[Event]:
         """Return the events of one piece."""
@@ -98,7 +100,7 @@ class ResponseWriter:
         return events
 
     def end(self) -> list[Event]:
-        """Return the last events of an answer whose last piece has come."""
+        """End an answer whose last piece has come; return the events of its items. `last` has the very last one."""
         is_cut = self._finish_reason == "length"
         events = self._close("incomplete" if is_cut else "completed")
         if is_cut:
@@ -108,17 +110,20 @@ class ResponseWriter:
             self.body.status = "completed"
             self.body.completed_at = int(time.time())
         self.body.usage = usage_of(self._job)
-        return [*events, self._response(f"response.{self.body.status}")]
+        return events
 
     def fail(self, message: str) -> list[Event]:
-        """Return the last events of an answer that broke off."""
-        events = self._give_up("failed")
+        """End an answer that broke off, as `end` does."""
         self.body.error = ResponseError(code="server_error", message=message)
-        return [*events, self._response("response.failed")]
+        return self._give_up("failed")
 
     def cancel(self) -> None:
-        """Take note that nobody wants the rest; OpenAI has no event for it."""
+        """End an answer that nobody wants any more; OpenAI has no event for it."""
         self._give_up("cancelled")
+
+    def last(self) -> list[Event]:
+        """Return the event that ends the stream."""
+        return [self._response(f"response.{self.body.status}")]
 
     def _give_up(self, status: str) -> list[Event]:
         """What is open stays in the response as far as it came."""
