@@ -39,14 +39,16 @@ class Server:
 
 @contextlib.asynccontextmanager
 async def serving(
-    *lines, config=None, is_ready=True, raise_bugs=True, formatter=None, **engine_fields
+    *lines, config=None, is_ready=True, raise_bugs=True, formatter=None, text=None, **engine_fields
 ):
     """Start a frontend whose engine answers request by request with `lines`; answers are schema-checked."""
     config = config or FrontendConfig(conversation_date="none")
     engine = fake_engine.FakeEngine(*lines, is_ready=is_ready, **engine_fields)
     formatter = formatter or fake_format.FakeFormatter()
     client = EngineClient(engine, timeout_s=config.engine_timeout_s)
-    jobs = JobMaker(config, Formatters(chat=formatter, text=formatter), model_names=("m", "alias"))
+    jobs = JobMaker(
+        config, Formatters(chat=formatter, text=text or formatter), model_names=("m", "alias")
+    )
     keys = read_keys(config, {})
     app = create_app(config, client, jobs, Metrics(), keys=keys)
     async with app.router.lifespan_context(app):

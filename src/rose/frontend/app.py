@@ -26,7 +26,7 @@ from rose.frontend.generation import Job
 from rose.frontend.jobs import JobMaker
 from rose.frontend.metrics import Metrics
 from rose.frontend.middleware import RequestFrame
-from rose.frontend.parsing import parse_chat, parse_completion, parse_json
+from rose.frontend.parsing import MAX_QUOTED, parse_chat, parse_completion, parse_json
 from rose.frontend.reply import JSON
 from rose.frontend.responses.routes import ResponsesRoutes
 from rose.frontend.schemas import (
@@ -38,8 +38,13 @@ from rose.frontend.schemas import (
     encode,
 )
 from rose.frontend.stream import AnswerResponse, ChunkSource, Fold, Writer
+from rose.frontend.token_routes import TokenRoutes
 
-ENDPOINTS = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
+ENDPOINTS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/generate": "generate",
+}
 """Names in metrics; a client's path never becomes a label."""
 RESPONSES = "/v1/responses"
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
@@ -140,6 +145,7 @@ def create_app(
     """Return the application; the client is started and closed with it. `keys`: see `access.read_keys`."""
     routes = Routes(config, client, jobs, metrics)
     responses = ResponsesRoutes(config, client, jobs, metrics)
+    token_routes = TokenRoutes(config, client, jobs, metrics)
     metrics.observe_engine(client)
 
     async def on_request_error(request: Request, error: Exception) -> Response:
@@ -167,6 +173,7 @@ def create_app(
             Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
             Route("/v1/completions", routes.completions, methods=["POST"]),
             *responses.routes(),
+            *token_routes.routes(),
             Route("/v1/models", routes.models),
             Route("/v1/models/{name:path}", routes.model),
             Route("/health", routes.health),
@@ -215,7 +222,7 @@ def _error_response(error: RequestError) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    where = f"{request.method} {request.url.path}"
+    where = f"{request.method} {request.url.path[:MAX_QUOTED]}"
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
         response = _error_response(

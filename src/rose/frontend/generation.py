@@ -15,7 +15,7 @@ from typing import Any
 
 from rose.frontend.client import EngineClient
 from rose.frontend.errors import RequestError
-from rose.frontend.formatters.base import Answer, AnswerDecoder, Delta, EncodedPrompt
+from rose.frontend.formatters.base import Answer, AnswerDecoder, Delta
 from rose.frontend.logprobs import ContentLogprobs
 from rose.frontend.metrics import Metrics
 from rose.frontend.reasoning import ReasoningMode, shown
@@ -54,6 +54,7 @@ class ChoiceRun:
         logprobs: ContentLogprobs | None = None,
         reasoning: ReasoningMode = "visible",
         is_separate: bool = False,
+        echo: str = "",
     ) -> None:
         self.index = index
         self.prompt = prompt
@@ -69,6 +70,8 @@ class ChoiceRun:
         self._calls_as_text = calls_as_text
         self._logprobs = logprobs
         self._reasoning: ReasoningMode = reasoning
+        self._echo = echo
+        """Text still to be sent before the answer's; no stop string is searched in it."""
         if reasoning == "debug":
             decoder.reveal()
         if is_separate:
@@ -84,7 +87,7 @@ class ChoiceRun:
             deltas = self._filter(self._decoder.push(event.token_ids))
         if self.finish_reason is not None:
             self._close("stop")
-        return shown(deltas, self._reasoning)
+        return self._echoed(shown(deltas, self._reasoning))
 
     def finish(self, reason: str) -> list[Delta]:
         """Take the engine's end; return what was held back."""
@@ -98,7 +101,13 @@ class ChoiceRun:
             self.finish_reason = "stop" if is_hidden_call else reason
         if self._logprobs is not None:
             self._attach(self._logprobs, raw, deltas)
-        return shown(deltas, self._reasoning)
+        return self._echoed(shown(deltas, self._reasoning))
+
+    def _echoed(self, deltas: list[Delta]) -> list[Delta]:
+        if not self._echo:
+            return deltas
+        echo, self._echo = self._echo, ""
+        return [Delta(kind="content", text=echo), *deltas]
 
     def answer(self) -> Answer:
         """Return everything so far as the decoder has it: nothing hidden, nothing cut."""
@@ -311,12 +320,12 @@ def token_budget(
     return asked
 
 
-def check_token_ids(prompt: EncodedPrompt, status: EngineStatus, param: str) -> None:
+def check_token_ids(token_ids: Sequence[int], status: EngineStatus, param: str) -> None:
     """Refuse ids outside the vocabulary.
 
     Raises  RequestError naming the first one.
     """
-    for token_id in prompt.token_ids:
+    for token_id in token_ids:
         if not 0 <= token_id < status.vocab_size:
             raise RequestError(
                 "invalid_request",

@@ -29,6 +29,8 @@ from rose.frontend.parsing import (
 )
 from rose.frontend.reasoning import ReasoningMode, require_open_tokens, resolve_mode
 from rose.frontend.schemas import ChatRequest, CompletionRequest, SamplingFields
+from rose.frontend.token_answers import TokenRun
+from rose.frontend.token_schemas import TokenRequest
 from rose.protocol.event import EngineStatus
 from rose.protocol.request import Request, problems_of_limits
 
@@ -79,6 +81,11 @@ class JobMaker:
         self._formatters = formatters
         self.model_names = model_names
         """The first is the one answers carry."""
+
+    @property
+    def text_formatter(self) -> Formatter:
+        """The format of raw text."""
+        return self._formatters.text
 
     def check_model(self, name: str) -> None:
         """Refuse names that are not served.
@@ -184,7 +191,7 @@ class JobMaker:
         prompts, budgets = [], []
         for text in completion_prompts(request):
             prompt = await _encode(formatter, {"prompt": text}, num_bytes)
-            check_token_ids(prompt, status, "prompt")
+            check_token_ids(prompt.token_ids, status, "prompt")
             prompts.append(prompt)
             budgets.append(
                 token_budget(
@@ -203,6 +210,7 @@ class JobMaker:
                 index,
                 decoder,
                 prompt=index // count,
+                echo=_text_of(formatter, prompts[index // count]) if request.echo else "",
                 stop_strings=stop_strings(request),
                 logprobs=_tracked(formatter, decoder, logprobs),
             )
@@ -211,6 +219,37 @@ class JobMaker:
         job = self._job(request, "completions", new_id("cmpl-"), prompts, runs)
         job.with_usage = bool(request.stream_options and request.stream_options.include_usage)
         _add_requests(job, request, prompts, budgets, status, logprobs)
+        return job
+
+    def tokens(self, request: TokenRequest, status: EngineStatus) -> Job:
+        """Return the job of a request in token ids.
+
+        Raises  RequestError where the ids are not the model's or do not fit.
+        """
+        require_open_tokens(self._config.reasoning, "/v1/generate")
+        stops = request.stop_token_ids
+        if stops is None:
+            stops = self._formatters.text.encode({"prompt": [0]}).stop_token_ids
+        prompt = EncodedPrompt(token_ids=request.prompt_token_ids, stop_token_ids=stops)
+        if not prompt.token_ids:
+            raise RequestError(
+                "invalid_request",
+                "prompt_token_ids is empty; give at least one",
+                param="prompt_token_ids",
+            )
+        check_token_ids(prompt.token_ids, status, "prompt_token_ids")
+        check_token_ids(stops, status, "stop_token_ids")
+        budget = token_budget(
+            len(prompt.token_ids),
+            request.max_tokens,
+            status,
+            prompt_param="prompt_token_ids",
+            limit_param="max_tokens",
+        )
+        runs: list[ChoiceRun] = [TokenRun(index) for index in range(request.n or 1)]
+        job = self._job(request, "generate", "gen-", [prompt], runs)
+        job.with_usage = bool(request.stream_options and request.stream_options.include_usage)
+        _add_requests(job, request, [prompt], [budget], status, request.logprobs)
         return job
 
     def _job(
@@ -231,6 +270,13 @@ class JobMaker:
             runs=runs,
             is_stream=bool(request.stream),
         )
+
+
+def _text_of(formatter: Formatter, prompt: EncodedPrompt) -> str:
+    """Return a prompt as its answer would be shown: control tokens left out."""
+    decoder = formatter.decoder()
+    deltas = [*decoder.push(prompt.token_ids), *decoder.finish("stop")]
+    return "".join(delta.text for delta in deltas)
 
 
 def _tracked(

@@ -72,8 +72,6 @@ UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
 }
 UNSUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
-    "echo": (False,),
-    "best_of": (1,),
 }
 
 Parsed = TypeVar("Parsed", bound=msgspec.Struct)
@@ -149,7 +147,7 @@ def parse_chat(body: dict[str, Any]) -> ChatRequest:
     for place, tool in enumerate(request.tools or []):
         convert_part(tool, Tool, f"tools[{place}]")
     _check_tool_choice(request)
-    _check_choices(request)
+    check_choices(request)
     chat_logprobs(request)
     return request
 
@@ -165,9 +163,28 @@ def parse_completion(body: dict[str, Any]) -> CompletionRequest:
     Raises  RequestError naming the field by its path.
     """
     request = convert(body, CompletionRequest, UNSUPPORTED_COMPLETION)
-    _check_choices(request)
+    check_choices(request)
     completion_logprobs(request)
+    _check_best_of(request)
+    if request.echo and completion_logprobs(request) is not None:
+        refuse(
+            "unsupported_value",
+            "echo",
+            "echo=true with logprobs asks for the log-probabilities of the prompt, which are not computed; leave one "
+            "of them out",
+        )
     return request
+
+
+def _check_best_of(request: CompletionRequest) -> None:
+    count = request.n or 1
+    if request.best_of not in (None, count):
+        refuse(
+            "unsupported_value",
+            "best_of",
+            f"best_of={request.best_of} with n={count}: no answers are drawn to be thrown away; allowed: {count}; "
+            "leave it out",
+        )
 
 
 def chat_logprobs(request: ChatRequest) -> int | None:
@@ -185,7 +202,7 @@ def chat_logprobs(request: ChatRequest) -> int | None:
     return asked if request.logprobs else None
 
 
-def checked_top_logprobs(asked: int | None) -> int:
+def checked_top_logprobs(asked: int | None, name: str = "top_logprobs") -> int:
     """Return the alternatives per token, 0 where none were asked for.
 
     Raises  RequestError
@@ -194,8 +211,8 @@ def checked_top_logprobs(asked: int | None) -> int:
     if not 0 <= asked <= MAX_TOP_LOGPROBS:
         refuse(
             "invalid_request",
-            "top_logprobs",
-            f"top_logprobs={asked}; allowed: 0 to {MAX_TOP_LOGPROBS}",
+            name,
+            f"{name}={asked}; allowed: 0 to {MAX_TOP_LOGPROBS}",
         )
     return asked
 
@@ -384,7 +401,11 @@ def _check_tool_choice(request: ChatRequest) -> None:
     refuse("invalid_request", "tool_choice", f"tool_choice={quoted(choice)}; allowed: none, auto")
 
 
-def _check_choices(request: ChoiceFields) -> None:
+def check_choices(request: ChoiceFields) -> None:
+    """Check the fields that chat, completions and tokens share.
+
+    Raises  RequestError
+    """
     if request.n is not None and not 1 <= request.n <= MAX_CHOICES:
         refuse("invalid_request", "n", f"n={request.n}; allowed: 1 to {MAX_CHOICES}")
     if request.stream_options is not None and not request.stream:

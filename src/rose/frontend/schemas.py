@@ -138,6 +138,10 @@ class CompletionRequest(ChoiceFields, kw_only=True):
     """Body of POST /v1/completions."""
 
     prompt: str | list[Any]
+    echo: bool | None = False
+    """Begin the answer's text with the prompt."""
+    best_of: int | None = None
+    """As many as `n`, or nothing: no answers are drawn to be thrown away."""
     logprobs: int | bool | None = None
     """Alternatives per token; false is as good as null."""
 
