@@ -13,11 +13,11 @@ void run(const Call& call, int blocks) {
   const int bytes = Layout::make<kIsFp8, kWarps, kTiles>(call).total;
   for (int b = 0; b < blocks; ++b) {
     std::memset(shared, 0xFF, sizeof shared);  // NaN everywhere
-    Block state(threads, kWarps * 32);
-    block = &state;
+    Block state(threads);
     std::vector<std::thread> running;
     for (int i = 0; i < threads; ++i) {
-      running.emplace_back([=, &call] {
+      running.emplace_back([=, &call, &state] {
+        block = &state;
         threadIdx.x = i, blockIdx.x = b, gridDim.x = blocks;
         stream_kernel<kIsFp8, kGateUp, kWarps, kTiles>(call);
       });

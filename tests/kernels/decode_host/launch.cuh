@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -88,12 +89,19 @@ struct Warp {
 struct Block {
   std::barrier<> all;
   std::vector<std::unique_ptr<Warp>> warps;
-  std::unique_ptr<std::barrier<>> named;
-  explicit Block(int threads, int named_threads) : all(threads), named(new std::barrier<>(named_threads)) {
+  std::mutex named_mutex;
+  std::map<unsigned, std::unique_ptr<std::barrier<>>> named;
+  explicit Block(int threads) : all(threads) {
     for (int w = 0; w < threads / 32; ++w) warps.push_back(std::make_unique<Warp>());
   }
+  std::barrier<>& named_barrier(unsigned id, unsigned threads) {
+    std::lock_guard lock(named_mutex);
+    auto& found = named[id];
+    if (!found) found = std::make_unique<std::barrier<>>(threads);
+    return *found;
+  }
 };
-inline Block* block;
+inline thread_local Block* block;
 inline Warp& my_warp() { return *block->warps[threadIdx.x / 32]; }
 inline void __syncthreads() { block->all.arrive_and_wait(); }
 inline void __syncwarp() { my_warp().step.arrive_and_wait(); }

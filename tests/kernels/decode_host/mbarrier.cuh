@@ -51,6 +51,7 @@ inline void mbarrier_wait(uint32_t address, uint32_t parity) {
     std::this_thread::yield();
   }
 }
-inline void named_sync(uint32_t, uint32_t) { block->named->arrive_and_wait(); }
+inline void named_sync(uint32_t id, uint32_t threads) { block->named_barrier(id, threads).arrive_and_wait(); }
+inline void fence_proxy_async() {}
 
 }  // namespace rose

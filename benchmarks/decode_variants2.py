@@ -1,0 +1,329 @@
+"""Check and time the decode kernels that are not in force yet, beside those that are.
+
+    PYTHONPATH=src python benchmarks/decode_variants2.py [--ops sample 20b 120b] [--batches 1 8 32 128]
+        [--out FILE.jsonl] [--seconds 105] [--ablation]
+
+Compiles all CUDA sources side by side, then runs each operation in a process of its own: every variant is held
+against the reference on fresh inputs with poisoned outputs, then timed as the median of graph replays over
+rotated inputs. One JSON line per measurement or mistake; a table of the best comes last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from decode_variants import EXPERTS, INNER, D, K, Recorder, _moe_calls, expert_layers, time_call
+
+from rose.kernels import registry
+from rose.kernels.build import CudaLibrary
+from rose.kernels.cases import compare
+from rose.kernels.check import cases_module
+from rose.kernels.moe_experts.reference import reference as experts_reference
+from rose.kernels.sample.reference import reference as sample_reference
+
+registry.load("moe_experts")
+registry.load("sample")
+STREAM = importlib.import_module("rose.kernels.moe_experts.cuda_decode_impl")
+GLUON = importlib.import_module("rose.kernels.moe_experts.gluon_decode_impl")
+WIDE = importlib.import_module("rose.kernels.moe_experts.cuda_warpgroup")
+CLUSTER = importlib.import_module("rose.kernels.sample.cuda_cluster")
+TRITON_SAMPLE = importlib.import_module("rose.kernels.sample.triton_impl")
+
+PRODUCTS = CudaLibrary(STREAM.LIBRARY.source, defines=("ROSE_UNPACK_BY_PRODUCTS",))
+LEFT_OUT = {
+    f"without {what}": CudaLibrary(WIDE.LIBRARY.source, defines=(f"ROSE_LEFT_OUT={level}",))
+    for level, what in ((1, "unpacking"), (2, "unpacking and products"))
+}
+Launcher = Callable[..., None]
+
+
+def libraries(args: argparse.Namespace) -> list[CudaLibrary]:
+    """Return what has to be compiled."""
+    found = [CLUSTER.LIBRARY] if "sample" in args.ops else []
+    if {"20b", "120b"} & set(args.ops):
+        found += [STREAM.LIBRARY, WIDE.LIBRARY, PRODUCTS]
+        found += LEFT_OUT.values() if args.ablation else []
+    return found
+
+
+class Swapped:
+    """Gives a module's launchers another library for a while."""
+
+    def __init__(self, module: Any, library: CudaLibrary, names: tuple[str, str]) -> None:
+        self.module = module
+        self.others = (
+            library.launcher(names[0], module.GATE_UP_TYPES),
+            library.launcher(names[1], module.DOWN_TYPES),
+        )
+
+    def __enter__(self) -> None:
+        self.before = (self.module._gate_up, self.module._down)
+        self.module._gate_up, self.module._down = self.others
+
+    def __exit__(self, *_: object) -> None:
+        self.module._gate_up, self.module._down = self.before
+
+
+def wide_shapes(batch: int, experts: int) -> Iterator[Any]:
+    """Return the launch shapes of the warpgroup kernel worth timing."""
+    sizes = {"D": D, "I": INNER, "E": experts, "K": K}
+    mean = batch * K / experts
+    widths = [8] if mean <= 2 else [8, 16] if mean <= 6 else [16, 24, 32]
+    for width in widths:
+        for groups in (4, 3):
+            shape = WIDE.Launch(width=width, groups=groups)
+            if (width > 16 and groups == 4) or not WIDE.fits(shape, batch, sizes):
+                continue
+            yield shape
+            if batch <= 16:
+                yield replace(shape, is_fused=True)
+                yield replace(shape, fetches=True)
+
+
+def moe_variants(
+    batch: int, experts: int, *, ablation: bool
+) -> Iterator[tuple[str, Any, Any, Any]]:
+    """Yield (name, module, launch shape, library to swap in or None), those in force first."""
+    sizes = {"D": D, "I": INNER, "E": experts, "K": K}
+    yield "stream", STREAM, STREAM.choose(batch, sizes), None
+    if batch > 64:
+        yield "gluon", GLUON, GLUON.choose(batch, sizes), None
+    names = ("launch_gate_up", "launch_down")
+    yield "stream, products", STREAM, STREAM.choose(batch, sizes), Swapped(STREAM, PRODUCTS, names)
+    shapes = list(wide_shapes(batch, experts))
+    for shape in shapes:
+        yield "wide", WIDE, shape, None
+    if ablation:
+        names = ("launch_gate_up_wide", "launch_down_wide")
+        for name, library in LEFT_OUT.items():
+            yield f"wide {name}", WIDE, shapes[0], Swapped(WIDE, library, names)
+
+
+def bench_moe(model: str, args: argparse.Namespace, out: Recorder) -> None:
+    """Check, then time the experts of one model."""
+    experts = EXPERTS[model]
+    layers = expert_layers(experts)
+    expert_bytes = (layers[0].gate_up.num_bytes + layers[0].down.num_bytes) // experts
+    up_bytes = layers[0].gate_up.num_bytes // experts
+    cases = cases_module("moe_experts")
+    for batch in args.batches:
+        calls, hit = _moe_calls(batch, experts, layers)
+        wanted = []
+        for call in calls[:2]:
+            other = {**call, "out_TD": torch.empty(batch, D, device="cuda")}
+            experts_reference(**other)
+            wanted.append(other["out_TD"])
+        tolerance = cases.tolerance(cases._case("x", batch, {"D": D}))
+        for name, module, shape, swap in moe_variants(batch, experts, ablation=args.ablation):
+            line = {"op": f"moe_{model}", "batch": batch, "config": f"{name} {_short(shape)}"}
+            if time.time() > args.deadline:
+                out.late += 1
+                continue
+            try:
+                if swap is not None:
+                    swap.__enter__()
+                wrong = None
+                for call, right in zip(calls, wanted, strict=False):
+                    call["out_TD"].fill_(float("nan"))
+                    module.launch(shape, **call)
+                    wrong = wrong or compare("out", call["out_TD"], right, tolerance)
+                if wrong is not None and "without" not in name:
+                    out.add(**line, error=f"wrong: {wrong}"[:300])
+                    continue
+                us = time_call(
+                    lambda i, m=module, s=shape, a=calls: m.launch(s, **a[i]), len(calls)
+                )
+                out.add(**line, us=us, tb_per_s=hit * expert_bytes / us / 1e6, distinct=hit)
+                if module is not GLUON:
+                    _time_parts(module, shape, calls, line, out, hit, up_bytes, expert_bytes)
+            except Exception as error:  # noqa: BLE001
+                out.add(**line, error=repr(error)[:300])
+            finally:
+                if swap is not None:
+                    swap.__exit__()
+        torch.cuda.empty_cache()
+
+
+def _short(shape: Any) -> str:
+    text = str(shape)
+    return text[text.index("(") :]
+
+
+def _time_parts(
+    module: Any, shape: Any, calls: list[dict[str, Any]], line: dict[str, Any], out: Recorder,
+    hit: float, up_bytes: int, expert_bytes: int,
+) -> None:  # fmt: skip
+    """Time gate_up and down alone, without the fused sum."""
+    pairs = calls[0]["expert_ids_TK"].numel()
+    act, y = (
+        torch.randn(pairs, INNER, device="cuda").bfloat16(),
+        torch.empty(pairs, D, device="cuda"),
+    )
+
+    def up(i: int) -> None:
+        c = calls[i]
+        module.gate_up(
+            shape, c["x_TD"], c["expert_ids_TK"], c["weights"], act, None, alpha=1.702, limit=7.0
+        )
+
+    def down(i: int) -> None:
+        c = calls[i]
+        module.down(
+            shape, act, c["expert_ids_TK"], c["expert_weights_TK"], c["weights"], y, None,
+            c["out_TD"],
+        )  # fmt: skip
+
+    for name, part, size in (("up", up, up_bytes), ("down", down, expert_bytes - up_bytes)):
+        us = time_call(part, len(calls))
+        out.add(
+            op=f"{line['op']}_{name}", batch=line["batch"], config=line["config"], us=us,
+            tb_per_s=hit * size / us / 1e6,
+        )  # fmt: skip
+
+
+# Sampling
+
+
+def sample_kinds(rows: int) -> list[tuple[str, Any]]:
+    """Return cases of the vocabulary of gpt-oss, with what each row filters."""
+    cases = cases_module("sample")
+    options: dict[str, dict[str, Any]] = {
+        "greedy": {"temperature": 0.0},
+        "plain": {},
+        "mixed": {"filters": "mixed", "temperature": None},
+        "top_k": {"filters": "top_k"},
+        "top_p": {"filters": "top_p"},
+        "min_p": {"filters": "min_p"},
+        "tied": {"filters": "mixed", "is_tied": True},
+    }
+    return [
+        (name, cases._case(name, rows, cases.GPT_OSS_VOCAB, **kind))
+        for name, kind in options.items()
+    ]
+
+
+def check_sample(args: argparse.Namespace, out: Recorder) -> None:
+    """Hold the draw against the reference: all cases, and every kind at the real vocabulary."""
+    module = cases_module("sample")
+    rows = mistakes = 0
+    wanted = [(c, s) for c in module.CASES for s in (11, 12) if c.rows <= 256 and not c.timed]
+    wanted += [(c, s) for _, c in sample_kinds(24) for s in (13, 14)]
+    for case, seed in wanted:
+        if time.time() > args.deadline:
+            out.late += 1
+            continue
+        arguments = module.inputs(case, seed, "cuda")
+        right = {**arguments, "tokens_S": torch.empty_like(arguments["tokens_S"])}
+        sample_reference(**right)
+        for spoiled in (-5, 1 << 40):
+            arguments["tokens_S"].fill_(spoiled)
+            CLUSTER.sample(**arguments)
+            is_wrong_S = arguments["tokens_S"] != right["tokens_S"]
+            rows += len(is_wrong_S)
+            for row in is_wrong_S.nonzero().flatten().tolist():
+                mistakes += 1
+                values = {
+                    n: arguments[f"{n}_S"][row].item()
+                    for n in ("temperature", "top_k", "top_p", "min_p", "tokens")
+                }
+                out.add(
+                    op=f"sample_{case.name}", batch=case.rows, config="cluster",
+                    error=f"row {row}: wanted {right['tokens_S'][row].item()}, {values}",
+                )  # fmt: skip
+    print(f"CHECK sample: {mistakes} of {rows} rows wrong", flush=True)
+
+
+def bench_sample(args: argparse.Namespace, out: Recorder) -> None:
+    """Check, then time sampling."""
+    module = cases_module("sample")
+    check_sample(args, out)
+    for batch in args.batches:
+        for name, case in sample_kinds(batch):
+            calls = [module.inputs(case, seed, "cuda") for seed in range(4)]
+            for config, function in (("cluster", CLUSTER.sample), ("triton", TRITON_SAMPLE.sample)):
+                if time.time() > args.deadline:
+                    out.late += 1
+                    continue
+                line = {"op": f"sample_{name}", "batch": batch, "config": config}
+                try:
+                    us = time_call(lambda i, f=function, a=calls: f(**a[i]), 4, calls=8, replays=5)
+                    out.add(**line, us=us, tb_per_s=module.num_bytes(case) / us / 1e6)
+                except Exception as error:  # noqa: BLE001
+                    out.add(**line, error=repr(error)[:300])
+            del calls
+
+
+def run_all(args: argparse.Namespace) -> int:
+    """Compile side by side, then run one operation after the other."""
+    begin = time.time()
+    failed: list[str] = []
+
+    def build(library: CudaLibrary) -> None:
+        try:
+            library.build()
+        except Exception as error:  # noqa: BLE001
+            failed.append(f"{library.source.name} {library.flags[-1]}: {str(error)[-800:]}")
+
+    threads = [threading.Thread(target=build, args=(x,)) for x in libraries(args)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print(f"compiled after {time.time() - begin:.0f} s; failed: {failed or 'none'}", flush=True)
+    end = begin + args.seconds
+    for number, op in enumerate(args.ops):
+        left = end - time.time()
+        share = left / sum({"sample": 2, "20b": 3, "120b": 4}[o] for o in args.ops[number:])
+        deadline = time.time() + share * {"sample": 2, "20b": 3, "120b": 4}[op]
+        command = [sys.executable, __file__, *sys.argv[1:], "--do", op, "--deadline", str(deadline)]
+        process = subprocess.Popen(command)
+        try:
+            process.wait(timeout=max(5.0, deadline + 5 - time.time()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            failed.append(f"{op}: killed after its time")
+        print(f"{op} done after {time.time() - begin:.0f} s", flush=True)
+    print(f"failed: {failed or 'none'}")
+    return 1 if failed else 0
+
+
+def main() -> int:
+    """Compile, check, time, print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ops", nargs="+", default=["sample", "20b", "120b"])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 128])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--seconds", type=float, default=105, help="for everything")
+    parser.add_argument("--ablation", action="store_true", help="time the kernel without its parts")
+    parser.add_argument("--keep", type=int, default=12, help="rows of the table per batch")
+    parser.add_argument("--do", help=argparse.SUPPRESS)
+    parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.do is None:
+        return run_all(args)
+    out = Recorder(args.out, None)
+    if args.do == "sample":
+        bench_sample(args, out)
+    else:
+        bench_moe(args.do, args, out)
+    out.table(args.keep)
+    if out.late:
+        print(f"{args.do}: no time left for {out.late}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""Sampling in CUDA C++: one launch, a cluster of eight blocks per row, filtered or not.
+
+draw_cluster.cuh has the kernel. Not in force: benchmarks/decode_variants2.py times it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rose.kernels.build import CudaLibrary
+from rose.kernels.registry import Sizes
+
+MAX_VOCAB = 8 * 26000
+"""A block keeps an eighth of a row in shared memory, two blocks a multiprocessor."""
+
+LIBRARY = CudaLibrary(Path(__file__).with_name("draw_sm90.cu"))
+TYPES = "ppppppppiiiiip"
+_draw = LIBRARY.launcher("launch_draw", TYPES)
+
+
+def sample(
+    logits_SV: Tensor,
+    temperature_S: Tensor,
+    top_k_S: Tensor,
+    top_p_S: Tensor,
+    min_p_S: Tensor,
+    seed_S: Tensor,
+    position_S: Tensor,
+    *,
+    is_filtered: bool,
+    tokens_S: Tensor,
+) -> None:
+    """See the contract."""
+    num_rows, vocab = logits_SV.shape
+    if num_rows == 0:
+        return
+    _draw(
+        logits_SV.data_ptr(), temperature_S.data_ptr(), top_k_S.data_ptr(), top_p_S.data_ptr(),
+        min_p_S.data_ptr(), seed_S.data_ptr(), position_S.data_ptr(), tokens_S.data_ptr(),
+        num_rows, vocab, logits_SV.dtype == torch.bfloat16, is_filtered, True, _stream(logits_SV),
+    )  # fmt: skip
+
+
+def limits(sizes: Sizes) -> str | None:
+    """Say why sizes cannot be taken, or None."""
+    if sizes["V"] > MAX_VOCAB:
+        return f"V is {sizes['V']}; takes up to {MAX_VOCAB}"
+    return LIBRARY.refusal()
+
+
+def _stream(tensor: Tensor) -> int:
+    return torch._C._cuda_getCurrentRawStream(tensor.device.index)
