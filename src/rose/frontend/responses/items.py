@@ -44,7 +44,7 @@ def _read_item(item: Any, where: str, place: int, new_id: NewId) -> Item:
     kind = _kind(item)
     if kind == "item_reference":
         return {"type": kind, "id": _string(item, "id", where)}
-    if kind not in PREFIXES:
+    if not isinstance(kind, str) or kind not in PREFIXES:
         refuse(
             "unsupported_value",
             f"{where}.type",
