@@ -21,6 +21,8 @@ from rose.utils.math import ceil_div
 
 MAX_TOKENS = 512
 TILE_ROWS = 64
+COLUMNS = 2880
+"""Of both matrices: the loop over a row is laid out at compile time."""
 WIDTHS = (8, 16, 24, 32)
 _COMBINE_BLOCK = 1024
 _BLOCK_BYTES = 227 * 1024
@@ -140,8 +142,8 @@ def _tail(shape: Launch, x: Tensor) -> tuple[int, ...]:
 def limits(sizes: Sizes) -> str | None:
     """Say why sizes cannot be taken, or None."""
     hidden, inner = sizes["D"], sizes["I"]
-    if hidden % TILE_ROWS or inner % 32:
-        return f"D {hidden} must be a multiple of {TILE_ROWS} and I {inner} one of 32"
+    if hidden != COLUMNS or inner != COLUMNS:
+        return f"D {hidden} and I {inner}; made for rows of {COLUMNS} columns"
     if sizes["E"] > 1024:
         return f"{sizes['E']} experts; takes up to 1024"
     return LIBRARY.refusal()

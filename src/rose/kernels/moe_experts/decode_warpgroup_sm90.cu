@@ -6,9 +6,11 @@ namespace {
 using namespace rose;
 using namespace rose::moe_decode;
 
+constexpr int kColumns = 2880;  // of both matrices of both models: the loop over a row is laid out at compile time
+
 template <bool kGateUp, int kN, int kGroups>
 cudaError_t start(const Call& call, const Next& next, int blocks, bool is_dependent, cudaStream_t stream) {
-  auto kernel = warpgroup_kernel<kGateUp, kN, kGroups>;
+  auto kernel = warpgroup_kernel<kGateUp, kN, kGroups, kColumns>;
   const int bytes = WideLayout::make<kN, kGroups>(call).total;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
@@ -28,6 +30,7 @@ cudaError_t start(const Call& call, const Next& next, int blocks, bool is_depend
 template <bool kGateUp>
 cudaError_t dispatch_wide(const Call& call, const Next& next, int width, int groups, int blocks, int is_dependent,
                           cudaStream_t stream) {
+  if (call.columns != kColumns) return cudaErrorInvalidValue;
 #define ROSE_CASE(n, g) \
   if (width == n && groups == g) return start<kGateUp, n, g>(call, next, blocks, is_dependent != 0, stream);
   ROSE_CASE(8, 4)
