@@ -157,6 +157,27 @@ def test_a_failure_is_told_when_it_is_asked_for(talk, line):
     )
 
 
+def test_a_response_may_take_no_longer_than_an_answer(talk, line):
+    async def scenario(room):
+        body = await room.create(background=True)
+        failed = await until(lambda: room.get(body["id"]), "failed")
+        assert "within 0.05 s" in failed["error"]["message"]
+        assert len(room.server.engine.aborted) == 1
+
+    talk(scenario, line(LONG, delay_ms=5), config={"request_timeout_s": 0.05})
+
+
+def test_a_full_queue_is_told_as_such(talk, line):
+    from rose.server.scripted import ScriptError
+
+    async def scenario(room):
+        body = await room.create(background=True)
+        failed = await until(lambda: room.get(body["id"]), "failed")
+        assert failed["error"] == {"code": "rate_limit_exceeded", "message": "256 wait"}
+
+    talk(scenario, line("", error=ScriptError(code="queue_full", message="256 wait")))
+
+
 def test_a_server_that_ends_waits_and_then_keeps_them_as_failed(talk, line):
     seen = {}
 
@@ -190,9 +211,9 @@ def test_kept_events_stay_within_the_limits(talk, monkeypatch, limits):
     made = []
     init = Background.__init__
 
-    def remember(self, store, given):
+    def remember(self, store, given, *rest, **options):
         whole = {"num_records": 100, "num_bytes": 10**9, "seconds": 60.0} | limits
-        init(self, store, Limits(**whole))
+        init(self, store, Limits(**whole), *rest, **options)
         made.append(self)
 
     monkeypatch.setattr(Background, "__init__", remember)

@@ -77,20 +77,47 @@ def test_after_a_final_answer_the_reasoning_is_gone_and_the_call_stays(talk):
     talk(scenario, CALL, ANSWER)
 
 
-def test_a_client_that_sends_the_items_itself_gets_the_same_conversation(talk):
+@pytest.mark.parametrize("mode", ["visible", "hidden"])
+def test_a_client_that_sends_the_items_itself_gets_the_same_prompt(talk, mode):
     async def scenario(room):
-        first = await room.create(tools=TOOLS)
+        first = await room.create(tools=TOOLS, reasoning_mode=mode)
         items = [{"role": "user", "content": "Hi"}, *first["output"], *output_of(first)]
-        await room.create(input=items, tools=TOOLS, store=False)
-        by_items = room.prompt_text()
+        second = await room.create(input=items, tools=TOOLS, reasoning_mode=mode)
+        by_items = room.prompt()
         await room.create(previous_response_id=first["id"], input=output_of(first), tools=TOOLS)
-        # The header of a call stands in another order in prompts than models write it.
-        sampled = "<|channel|>commentary to=functions.get_weather"
-        assert by_items == room.prompt_text().replace(
-            sampled, " to=functions.get_weather<|channel|>commentary"
-        )
+        assert by_items == room.prompt()
+        shown = json.dumps(await room.get(f"{second['id']}/input_items"))
+        assert ("Use it." in shown) is (mode == "visible")
 
     talk(scenario, CALL, ANSWER, ANSWER)
+
+
+def test_items_that_the_client_changed_are_read_as_it_sent_them(talk):
+    async def scenario(room):
+        first = await room.create(tools=TOOLS)
+        reasoning, call = first["output"]
+        reasoning["content"][0]["text"] = "Other."
+        call["arguments"] = '{"city":"Rome"}'
+        items = [{"role": "user", "content": "Hi"}, reasoning, call, *output_of(first)]
+        await room.create(input=items, tools=TOOLS)
+        text = room.prompt_text()
+        assert "<|channel|>analysis<|message|>Other.<|end|>" in text
+        assert "Rome" in text
+        assert "Oslo" not in text
+
+    talk(scenario, CALL, ANSWER)
+
+
+def test_without_a_store_items_are_rendered_from_their_text(talk):
+    async def scenario(room):
+        first = await room.create(tools=TOOLS, store=False)
+        items = [{"role": "user", "content": "Hi"}, *first["output"], *output_of(first)]
+        await room.create(input=items, tools=TOOLS, store=False)
+        text = room.prompt_text()
+        assert "<|channel|>analysis<|message|>Use it.<|end|>" in text
+        assert "<|start|>assistant to=functions.get_weather<|channel|>commentary" in text
+
+    talk(scenario, CALL, ANSWER)
 
 
 def test_what_was_not_well_formed_is_rendered_from_its_text(talk):

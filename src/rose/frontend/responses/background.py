@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from rose.frontend.errors import RequestError
+from rose.frontend.metrics import Metrics
 from rose.frontend.middleware import log_failure
 from rose.frontend.responses.events import Event, sse
 from rose.frontend.responses.store import Limits, Record, Store, StoreError
@@ -79,9 +80,13 @@ class EventLog:
 class Background:
     """The responses that run in the background of one process, and the events of those that ran."""
 
-    def __init__(self, store: Store, limits: Limits) -> None:
+    def __init__(
+        self, store: Store, limits: Limits, metrics: Metrics, *, timeout_s: float | None = None
+    ) -> None:
         self._store = store
         self._limits = limits
+        self._metrics = metrics
+        self._timeout_s = timeout_s
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._turns: dict[str, Turn] = {}
         self._logs: OrderedDict[str, EventLog] = OrderedDict()
@@ -142,19 +147,29 @@ class Background:
 
     async def _run(self, turn: Turn, log: EventLog) -> None:
         try:
-            async with aclosing(turn.events()) as source:
+            async with asyncio.timeout(self._timeout_s), aclosing(turn.events()) as source:
                 async for events in source:
                     self._add(turn, log, events)
         except asyncio.CancelledError:
             turn.cancelled()
+            self._metrics.answered(turn.job.endpoint, 499)
         except RequestError as error:
-            self._add(turn, log, turn.failed(error))
+            self._fail(turn, log, error)
+        except TimeoutError:
+            text = (
+                f"the response was not done within {self._timeout_s:g} s, the limit of this server"
+            )
+            self._fail(turn, log, RequestError("request_timeout", text))
         except Exception as bug:  # noqa: BLE001
             log_failure(bug)
-            error = RequestError("internal_error", "the server failed while it made this response")
-            self._add(turn, log, turn.failed(error))
+            text = "the server failed while it made this response"
+            self._fail(turn, log, RequestError("internal_error", text))
         finally:
             log.close()
+
+    def _fail(self, turn: Turn, log: EventLog, error: RequestError) -> None:
+        self._metrics.answered(turn.job.endpoint, error.kind.status, "error")
+        self._add(turn, log, turn.failed(error))
 
     def _add(self, turn: Turn, log: EventLog, events: list[Event]) -> None:
         raw = [sse(event) for event in events]

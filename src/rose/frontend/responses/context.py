@@ -64,6 +64,7 @@ def resolve(request: ResponsesRequest, response_id: str, store: Store, sealer: S
             _add_referenced(context, item["id"], place, store)
         else:
             context.items.append(item)
+    _recall(context, first, response_id, store)
     _open_sealed(context, first, sealer)
     return context
 
@@ -125,6 +126,45 @@ def _add_referenced(context: Context, reference: str, place: int, store: Store) 
         f"input[{place}] refers to {quoted(reference)}, which is not stored here (any more); send the item itself",
         param=f"input[{place}].id",
     )
+
+
+def _recall(context: Context, first: int, own_id: str, store: Store) -> None:
+    """Find items that the client sends back as they came: their tokens, and reasoning that it was not shown.
+
+    The newest item of an earlier response tells the response whose record has all the others, since a record holds
+    its whole conversation.
+    """
+    own = range(first, len(context.items))
+    found = (response_of(context.items[i].get("id", "")) for i in reversed(own))
+    response_id = next((name for name in found if name not in (None, own_id)), None)
+    record = store.get(response_id) if response_id else None
+    if record is None:
+        return
+    known = of_record(record)
+    places = {item["id"]: place for place, item in enumerate(known.items)}
+    for i in own:
+        item = context.items[i]
+        place = places.get(item["id"])
+        if place is None:
+            continue
+        stored = known.items[place]
+        if item["type"] == "reasoning" == stored["type"] and _is_empty(item):
+            context.items[i] = item = {**stored, "hidden": True}
+        if place in known.sampled and _says(item) == _says(stored):
+            context.sampled[i] = known.sampled[place]
+
+
+def _is_empty(reasoning: Item) -> bool:
+    """Return whether an item of reasoning has nothing to read."""
+    return not any(reasoning.get(name) for name in ("content", "summary", "encrypted_content"))
+
+
+def _says(item: Item) -> tuple[str, ...]:
+    """Return what the model reads of an item of its own."""
+    if item["type"] == "function_call":
+        return (item["type"], item["name"], item["arguments"])
+    parts = item.get("content") or []
+    return (item["type"], *(part.get("text", "") for part in parts if isinstance(part, dict)))
 
 
 def _open_sealed(context: Context, first: int, sealer: Sealer) -> None:

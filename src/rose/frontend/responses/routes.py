@@ -53,7 +53,9 @@ class ResponsesRoutes:
         sealer = load_sealer(config.responses_key_file)
         self._maker = TurnMaker(config, client, jobs, metrics, store=self._store, sealer=sealer)
         self._reader = Reader(sealer, hides=config.reasoning == "hidden")
-        self._background = Background(self._store, limits_of(config))
+        self._background = Background(
+            self._store, limits_of(config), metrics, timeout_s=config.request_timeout_s or None
+        )
         metrics.registry.register(StoreGauges(self._store, self._background.num_running))
 
     def routes(self) -> list[Route]:

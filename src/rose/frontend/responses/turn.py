@@ -92,7 +92,7 @@ class Turn:
 
     def failed(self, error: RequestError) -> list[Event]:
         """Return the events that end a response which broke off; it is kept as far as it came."""
-        events = self.writer.fail(error.message)
+        events = self.writer.fail(error)
         self.keep()
         return events + self.writer.last()
 

@@ -13,6 +13,7 @@ from typing import Any
 from msgspec import structs
 
 from rose.frontend.chat import token_logprobs
+from rose.frontend.errors import RequestError
 from rose.frontend.formatters.base import Delta
 from rose.frontend.generation import Job, Piece, new_id
 from rose.frontend.responses.events import (
@@ -112,9 +113,11 @@ class ResponseWriter:
         self.body.usage = usage_of(self._job)
         return events
 
-    def fail(self, message: str) -> list[Event]:
+    def fail(self, error: RequestError) -> list[Event]:
         """End an answer that broke off, as `end` does."""
-        self.body.error = ResponseError(code="server_error", message=message)
+        # OpenAI's codes of failed responses are not those of its errors.
+        code = "rate_limit_exceeded" if error.kind.status == 429 else "server_error"
+        self.body.error = ResponseError(code=code, message=error.message)
         return self._give_up("failed")
 
     def cancel(self) -> None:
