@@ -36,6 +36,8 @@ class FrontendConfig:
     """Certificate chain (PEM); with it the server speaks HTTPS only."""
     ssl_keyfile: str = ""
     """Private key of the certificate (PEM, without a password), where it is not in the same file."""
+    call_header: Literal["recipient_first", "channel_first"] = "recipient_first"
+    """How prompts repeat calls: as the reference library writes them, or in the order in which models write them."""
     max_request_bytes: int = 32 * 2**20
     """Larger bodies are refused with 413."""
     response_store: str = "memory"

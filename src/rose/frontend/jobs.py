@@ -132,6 +132,7 @@ class JobMaker:
 
         Raises  RequestError where it cannot be rendered.
         """
+        conversation["call_header"] = self._config.call_header
         conversation.pop("conversation_date", None)
         date = self._config.date_of_now()
         if date is not None:

@@ -287,3 +287,25 @@ def test_the_server_keeps_within_its_limits(talk):
             await room.get(body["id"], status=status)
 
     talk(scenario, ANSWER, config={"response_store_count": 2})
+
+
+@pytest.mark.parametrize("form", ["recipient_first", "channel_first"])
+def test_channel_first_headers_keep_the_prefix_of_chats_too(talk, o200k, form):
+    """Chat completions keep nothing, so there the header of a replayed call decides."""
+    sampled = o200k.encode_with_control(CALL)
+    function = {k: v for k, v in TOOLS[0].items() if k != "type"}
+    asked = {"model": "m", "tools": [{"type": "function", "function": function}]}
+
+    async def scenario(room):
+        messages = [{"role": "user", "content": "Hi"}]
+        url = "/v1/chat/completions"
+        answer = (await room.http.post(url, json={**asked, "messages": messages})).json()
+        message = answer["choices"][0]["message"]
+        call_id = message["tool_calls"][0]["id"]
+        result = {"role": "tool", "tool_call_id": call_id, "content": "3"}
+        await room.http.post(url, json={**asked, "messages": [*messages, message, result]})
+        before, after = room.prompt(0), room.prompt(1)
+        is_kept = after[: len(before) + len(sampled)] == [*before, *sampled]
+        assert is_kept is (form == "channel_first")
+
+    talk(scenario, CALL, ANSWER, config={"call_header": form})

@@ -137,9 +137,10 @@ class AnswerDecoder(Protocol):
 class Formatter(Protocol):
     """One prompt format.
 
-    `conversation` is a parsed request body with two more fields, both optional: `api` (chat, the default, or
+    `conversation` is a parsed request body with more fields, all optional: `api` (chat, the default, or
     responses) says whose body it is, `conversation_date` (YYYY-MM-DD) is the day the prompt names; without it
-    the prompt names no day. The formatters `plain` and `tokens` read `prompt` only.
+    the prompt names no day; `call_header` (recipient_first, the default, or channel_first) is the form of calls that
+    the prompt repeats. The formatters `plain` and `tokens` read `prompt` only.
     """
 
     name: str

@@ -23,12 +23,15 @@ class HarmonyFormatter:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._renderer = HarmonyRenderer(tokenizer)
+        self._channel_first = HarmonyRenderer(tokenizer, is_channel_first=True)
 
     def encode(self, conversation: dict[str, Any]) -> EncodedPrompt:
         """Render a body of chat completions or (`api`: responses) Responses."""
         read = read_conversation(conversation)
         try:
-            token_ids = self._renderer.render(drop_finished_reasoning(read.messages))
+            token_ids = self._renderer_of(conversation).render(
+                drop_finished_reasoning(read.messages)
+            )
         except RecursionError:
             raise problem("tools", "a schema nested too deeply", "some hundred levels") from None
         return EncodedPrompt(
@@ -36,6 +39,13 @@ class HarmonyFormatter:
             stop_token_ids=self._renderer.tokens.stops,
             declared_tools=read.function_names,
         )
+
+    def _renderer_of(self, conversation: dict[str, Any]) -> HarmonyRenderer:
+        forms = {"recipient_first": self._renderer, "channel_first": self._channel_first}
+        form = conversation.get("call_header", "recipient_first")
+        if form not in forms:
+            raise problem("call_header", form, " or ".join(forms))
+        return forms[form]
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token, of a control token its name."""

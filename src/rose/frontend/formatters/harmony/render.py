@@ -16,8 +16,10 @@ from rose.frontend.tokenizer import Tokenizer
 class HarmonyRenderer:
     """Renders with one vocabulary."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, is_channel_first: bool = False) -> None:
+        """`is_channel_first`: calls are written `<|channel|>commentary to=f`, the other way round otherwise."""
         self._tokenizer = tokenizer
+        self._is_channel_first = is_channel_first
         self.tokens = harmony_tokens(tokenizer)
 
     def render(
@@ -61,10 +63,14 @@ class HarmonyRenderer:
         else:
             token_ids = encode(message.role)
             token_ids += encode(f":{message.name}") if message.name is not None else []
-        if message.recipient is not None and message.recipient != "all":
-            token_ids += encode(f" to={message.recipient}")
-        if message.channel is not None:
-            token_ids += [self.tokens.channel, *encode(message.channel)]
+        has_recipient = message.recipient is not None and message.recipient != "all"
+        recipient = f" to={message.recipient}" if has_recipient else ""
+        if message.channel is None:
+            token_ids += encode(recipient)
+        elif self._is_channel_first and message.role == "assistant":
+            token_ids += [self.tokens.channel, *encode(message.channel + recipient)]
+        else:
+            token_ids += [*encode(recipient), self.tokens.channel, *encode(message.channel)]
         return token_ids + self._content_type(message.content_type)
 
     def _content_type(self, content_type: str | None) -> list[int]:
