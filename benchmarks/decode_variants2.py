@@ -1,6 +1,6 @@
 """Check and time the decode kernels that are not in force yet, beside those that are.
 
-    PYTHONPATH=src python benchmarks/decode_variants2.py [--ops sample 20b 120b] [--batches 1 8 32 128]
+    PYTHONPATH=src python benchmarks/decode_variants2.py [--ops sample rows 20b 120b] [--batches 1 8 32 128]
         [--out FILE.jsonl] [--seconds 105] [--ablation]
 
 Compiles all CUDA sources side by side, then runs each operation in a process of its own: every variant is held
@@ -31,14 +31,19 @@ from rose.kernels import registry
 from rose.kernels.build import CudaLibrary
 from rose.kernels.cases import compare
 from rose.kernels.check import cases_module
+from rose.kernels.gemm.reference import reference as gemm_reference
 from rose.kernels.moe_experts.reference import reference as experts_reference
 from rose.kernels.sample.reference import reference as sample_reference
 
-registry.load("moe_experts")
-registry.load("sample")
+for operation in ("moe_experts", "sample", "gemm", "rms_norm"):
+    registry.load(operation)
 STREAM = importlib.import_module("rose.kernels.moe_experts.cuda_decode_impl")
 GLUON = importlib.import_module("rose.kernels.moe_experts.gluon_decode_impl")
 WIDE = importlib.import_module("rose.kernels.moe_experts.cuda_warpgroup")
+ROWS = importlib.import_module("rose.kernels.gemm.cuda_rows")
+GLUON_GEMM = importlib.import_module("rose.kernels.gemm.gluon_decode_impl")
+TRITON_GEMM = importlib.import_module("rose.kernels.gemm.triton_impl")
+NORM = importlib.import_module("rose.kernels.rms_norm.triton_impl")
 CLUSTER = importlib.import_module("rose.kernels.sample.cuda_cluster")
 TRITON_SAMPLE = importlib.import_module("rose.kernels.sample.triton_impl")
 
@@ -48,11 +53,14 @@ LEFT_OUT = {
     for level, what in ((1, "unpacking"), (2, "unpacking and products"))
 }
 Launcher = Callable[..., None]
+SHARES = {"sample": 2, "rows": 1, "20b": 3, "120b": 4}
+"""Of the time."""
 
 
 def libraries(args: argparse.Namespace) -> list[CudaLibrary]:
     """Return what has to be compiled."""
     found = [CLUSTER.LIBRARY] if "sample" in args.ops else []
+    found += [ROWS.LIBRARY] if "rows" in args.ops else []
     if {"20b", "120b"} & set(args.ops):
         found += [STREAM.LIBRARY, WIDE.LIBRARY, PRODUCTS]
         found += LEFT_OUT.values() if args.ablation else []
@@ -194,6 +202,79 @@ def _time_parts(
         )  # fmt: skip
 
 
+# Projections of few tokens, alone and behind the norm whose time their weights can load in
+
+
+def bench_rows(args: argparse.Namespace, out: Recorder) -> None:
+    """Check, then time the projections of up to eight tokens."""
+    cases = cases_module("gemm")
+    for name, sizes in (("qkv", cases.QKV), ("out", cases.OUT)):
+        for batch in (b for b in (1, 4, 8) if b <= max(args.batches)):
+            calls = [
+                cases.inputs(
+                    cases._case("x", batch, sizes, residual="apart" if name == "out" else None),
+                    seed,
+                    "cuda",
+                )
+                for seed in range(8)
+            ]
+            norm = {
+                "x_TD": torch.randn(batch, sizes["K"], device="cuda").bfloat16(),
+                "weight_D": torch.ones(sizes["K"], device="cuda"),
+                "eps": 1e-5,
+                "residual_TD": None,
+            }
+            tolerance = cases.tolerance(cases._case("x", batch, sizes))
+            wanted = {**calls[0], "out_TN": calls[0]["out_TN"].float()}
+            gemm_reference(**wanted)
+            size = sizes["N"] * sizes["K"] * 2
+            for config, product, is_dependent in _row_variants(name, batch):
+                line = {"op": f"gemm_{name}", "batch": batch, "config": config}
+                if time.time() > args.deadline:
+                    out.late += 1
+                    continue
+                try:
+                    calls[0]["out_TN"].fill_(float("nan"))
+                    product(**calls[0])
+                    wrong = compare("out", calls[0]["out_TN"], wanted["out_TN"], tolerance)
+                    if wrong is not None:
+                        out.add(**line, error=f"wrong: {wrong}"[:300])
+                        continue
+                    us = time_call(lambda i, p=product, a=calls: p(**a[i]), 8)
+                    out.add(**line, us=us, tb_per_s=size / us / 1e6)
+
+                    us = time_call(_behind_norm(product, norm, calls, is_dependent), 8)
+                    line["op"] = f"norm_{name}"
+                    out.add(**line, us=us, tb_per_s=size / us / 1e6)
+                except Exception as error:  # noqa: BLE001
+                    out.add(**line, error=repr(error)[:300])
+
+
+def _behind_norm(
+    product: Launcher, norm: dict[str, Any], calls: list[dict[str, Any]], is_dependent: bool
+) -> Callable[[int], None]:
+    def both(i: int) -> None:
+        NORM.launch(**norm, out_TD=calls[i]["x_TK"], is_dependent=is_dependent)
+        product(**calls[i])
+
+    return both
+
+
+def _row_variants(name: str, batch: int) -> Iterator[tuple[str, Launcher, bool]]:
+    """Yield (name, product, whether the norm before it starts it early)."""
+    if name == "qkv":
+        yield "triton", TRITON_GEMM.gemm, False
+    else:
+        yield "gluon", GLUON_GEMM.gemm, False
+    yield (
+        "gluon behind a dependent norm",
+        lambda **a: GLUON_GEMM.launch(GLUON_GEMM.choose(batch, {}), a.pop("x_TK"), **a),
+        True,
+    )
+    for tiles in (1, 2):
+        yield f"rows {tiles}", lambda t=tiles, **a: ROWS.launch(t, a.pop("x_TK"), **a), True
+
+
 # Sampling
 
 
@@ -286,8 +367,8 @@ def run_all(args: argparse.Namespace) -> int:
     end = begin + args.seconds
     for number, op in enumerate(args.ops):
         left = end - time.time()
-        share = left / sum({"sample": 2, "20b": 3, "120b": 4}[o] for o in args.ops[number:])
-        deadline = time.time() + share * {"sample": 2, "20b": 3, "120b": 4}[op]
+        share = left / sum(SHARES[o] for o in args.ops[number:])
+        deadline = time.time() + share * SHARES[op]
         command = [sys.executable, __file__, *sys.argv[1:], "--do", op, "--deadline", str(deadline)]
         process = subprocess.Popen(command)
         try:
@@ -303,7 +384,7 @@ def run_all(args: argparse.Namespace) -> int:
 def main() -> int:
     """Compile, check, time, print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ops", nargs="+", default=["sample", "20b", "120b"])
+    parser.add_argument("--ops", nargs="+", default=["sample", "rows", "20b", "120b"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 128])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=105, help="for everything")
@@ -317,6 +398,8 @@ def main() -> int:
     out = Recorder(args.out, None)
     if args.do == "sample":
         bench_sample(args, out)
+    elif args.do == "rows":
+        bench_rows(args, out)
     else:
         bench_moe(args.do, args, out)
     out.table(args.keep)
