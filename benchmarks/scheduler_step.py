@@ -61,7 +61,7 @@ def build(num_sequences: int, num_tokens: int, *, is_caching: bool) -> LLMEngine
         layout,
         num_slots=num_sequences,
         context_tokens=131072,
-        max_step_tokens=config.max_step_tokens,
+        max_step_tokens=config.step_tokens,
         vocab_size=201088,
         device=CPU,
     )

@@ -169,7 +169,7 @@ def mixed(
 
 def mixed_tokens(engine: LLMEngine, batch: int, context: int, prompt_tokens: int) -> int:
     """Return the length that the decoding sequences must be able to reach."""
-    chunk = max(1, engine.scheduler.config.max_mixed_tokens - batch)
+    chunk = max(1, engine.scheduler.config.mixed_tokens - batch)
     return context + 128 + batch * (context // chunk + 1) + prompt_tokens // chunk
 
 

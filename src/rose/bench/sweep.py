@@ -90,7 +90,7 @@ def decode_tokens(engine: LLMEngine, batch: int, context: int) -> int:
     The first decode while the last are still prefilled, at most `max_mixed_tokens` in a step; none may end
     before the timing does.
     """
-    chunk = max(1, engine.scheduler.config.max_mixed_tokens - batch)
+    chunk = max(1, engine.scheduler.config.mixed_tokens - batch)
     steps = batch * (ceil_div(context, chunk) + 1)
     return context + steps + DECODE_STEPS + 2 * SETTLING_STEPS
 

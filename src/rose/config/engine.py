@@ -81,4 +81,5 @@ class EngineConfig:
             use_graphs=self.use_graphs and device.kind == "cuda",
             quant=quant,
             cache=cache,
+            scheduler=self.scheduler.resolve(device.kind),
         )

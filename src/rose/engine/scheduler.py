@@ -65,9 +65,9 @@ class Scheduler:
         flight = Flight(self._step, [], [])
         preemptions = self.num_preemptions
         decode, longest = self._plan_decode(flight)
-        limit = self.config.max_step_tokens
+        limit = self.config.step_tokens
         if decode:
-            limit = min(limit, self.config.max_mixed_tokens)
+            limit = min(limit, self.config.mixed_tokens)
         prefill: list[PlanEntry] = []
         budget = limit - len(decode)
         is_prompt_left = False

@@ -65,7 +65,7 @@ def assemble(
         layout,
         num_slots=config.scheduler.max_sequences,
         context_tokens=context_tokens,
-        max_step_tokens=config.scheduler.max_step_tokens,
+        max_step_tokens=config.scheduler.step_tokens,
         vocab_size=model.config.vocab_size,
         device=device,
         kernels=config.kernels,
@@ -110,7 +110,7 @@ def _measure(
     torch.cuda.synchronize()
     weights = torch.cuda.memory_allocated()
     # One less than the context: the made-up prompt has room for the token after it.
-    num_tokens = min(config.scheduler.max_step_tokens, context_tokens - 1)
+    num_tokens = min(config.scheduler.step_tokens, context_tokens - 1)
     num_pages = ceil_div(num_tokens + 1, layout.page_tokens)
     kv_bytes = num_pages * sum(k.page_bytes for k in layout.kinds)
     runner.kv_pages = allocate_kv(

@@ -77,7 +77,7 @@ def window_pages(
     """
     window = next(k for k in layout.kinds if k.window_tokens is not None)
     per_sequence = window.most_pages(1 << 40, 1)
-    chunks = ceil_div(scheduler.max_step_tokens, layout.page_tokens) + scheduler.max_sequences
+    chunks = ceil_div(scheduler.step_tokens, layout.page_tokens) + scheduler.max_sequences
     cached = full_pages // CACHED_PAGES_PER_WINDOW_PAGE if is_caching else 0
     return min(full_pages, scheduler.max_sequences * per_sequence + chunks + cached)
 
