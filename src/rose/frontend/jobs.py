@@ -140,6 +140,7 @@ class JobMaker:
         if conversation.get("tool_choice") == "none":
             # A model that is told of no tool calls none.
             conversation.pop("tools", None)
+            conversation.pop("namespaces", None)
             conversation.pop("tool_choice", None)
         return await _encode(self._formatters.chat, conversation, num_bytes)
 

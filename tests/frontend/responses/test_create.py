@@ -511,3 +511,49 @@ def test_truncation_leaves_out_the_oldest_turns(talk, limit):
         assert error["code"] == "context_length_exceeded"
 
     talk(scenario, ANSWER, context_tokens=1000)
+
+
+NAMESPACE = {
+    "type": "namespace",
+    "name": "crm",
+    "description": "Customers.",
+    "tools": [
+        {"type": "function", "name": "find", "parameters": {"type": "object"}, "strict": None}
+    ],
+}
+
+
+@pytest.mark.parametrize("recipient", ["crm.find", "functions.crm.find"])
+def test_functions_in_a_namespace_are_rendered_and_split_in_the_answer(talk, recipient):
+    text = f"<|channel|>commentary to={recipient} <|constrain|>json<|message|>{{}}<|call|>"
+
+    async def scenario(room):
+        body = await room.create(tools=[NAMESPACE, *TOOLS], stream=True)
+        body = body[-1]["response"]
+        [call] = body["output"]
+        assert (call["namespace"], call["name"]) == ("crm", "find")
+        text = room.prompt_text()
+        assert "## crm\n\n// Customers.\nnamespace crm {\n\ntype find = " in text
+        assert "## functions" in text
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "none"}
+        items = [{"role": "user", "content": "Hi"}, {**call, "id": "x"}, result]
+        await room.create(input=items, tools=[NAMESPACE], store=False)
+        text = room.prompt_text()
+        assert "<|start|>assistant to=crm.find<|channel|>commentary" in text
+        assert "<|start|>crm.find to=assistant<|channel|>commentary<|message|>none" in text
+
+    talk(scenario, text)
+
+
+def test_a_namespace_is_checked_like_other_tools(talk):
+    async def scenario(room):
+        for wrong, param in (
+            ({"name": "functions"}, "tools[0].name"),
+            ({"name": "a.b"}, "tools[0].name"),
+            ({"tools": 3}, "tools[0].tools"),
+            ({"tools": [{"type": "custom", "name": "x"}]}, "tools[0].tools[0].type"),
+        ):
+            error = (await room.create(status=400, tools=[NAMESPACE | wrong]))["error"]
+            assert error["param"] == param
+
+    talk(scenario, ANSWER)

@@ -72,12 +72,14 @@ def resolve(request: ResponsesRequest, response_id: str, store: Store, sealer: S
 def body_of(request: ResponsesRequest, context: Context) -> dict[str, Any]:
     """Return the body that a formatter reads: the request's fields with the whole conversation as `input`."""
     reasoning, text = request.reasoning, request.text
+    tools = list(enumerate(request.tools or []))
     return {
         "api": "responses",
         "instructions": request.instructions,
         "input": context.items,
         "sampled_tokens": context.sampled,
-        "tools": request.tools,
+        "tools": [tool for _, tool in tools if tool["type"] == "function"],
+        "namespaces": [{**t, "place": i} for i, t in tools if t["type"] == "namespace"],
         "tool_choice": request.tool_choice,
         "reasoning": {"effort": reasoning.effort} if reasoning else None,
         "text": {"format": text.format} if text else None,
@@ -162,7 +164,7 @@ def _is_empty(reasoning: Item) -> bool:
 def _says(item: Item) -> tuple[str, ...]:
     """Return what the model reads of an item of its own."""
     if item["type"] == "function_call":
-        return (item["type"], item["name"], item["arguments"])
+        return (item["type"], item.get("namespace", ""), item["name"], item["arguments"])
     parts = item.get("content") or []
     return (item["type"], *(part.get("text", "") for part in parts if isinstance(part, dict)))
 

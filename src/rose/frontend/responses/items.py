@@ -142,6 +142,7 @@ def _read_call(item: Item, where: str) -> Item:
         "status": _status(item),
         "call_id": _string(item, "call_id", where),
         "name": _string(item, "name", where),
+        **({"namespace": item["namespace"]} if isinstance(item.get("namespace"), str) else {}),
         "arguments": _string(item, "arguments", where),
     }
 

@@ -17,7 +17,7 @@ from rose.frontend.responses.context import Context, body_of, resolve
 from rose.frontend.responses.ids import RESPONSE_PREFIX
 from rose.frontend.responses.parsing import (
     ENCRYPTED_REASONING,
-    function_tools,
+    read_tools,
     response_logprobs,
 )
 from rose.frontend.responses.schemas import ResponseBody, ResponsesRequest
@@ -188,7 +188,7 @@ def _body(request: ResponsesRequest, job: Job, *, is_stored: bool) -> ResponseBo
         temperature=1.0 if request.temperature is None else request.temperature,
         text=_text(request),
         tool_choice=request.tool_choice or "auto",
-        tools=function_tools(request),
+        tools=read_tools(request),
         top_logprobs=request.top_logprobs or 0,
         top_p=1.0 if request.top_p is None else request.top_p,
         truncation=request.truncation or "disabled",

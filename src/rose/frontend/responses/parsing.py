@@ -15,9 +15,10 @@ from rose.frontend.parsing import (
     quoted,
     refuse,
 )
-from rose.frontend.responses.schemas import FunctionTool, ResponsesRequest
+from rose.frontend.responses.schemas import FunctionTool, NamespaceTool, ResponsesRequest
 
-IGNORED = frozenset({"service_tier"})
+IGNORED = frozenset({"service_tier", "client_metadata"})
+"""Accepted and without effect; the second is what coding agents tell of themselves."""
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "conversation": (),
     "prompt": (),
@@ -25,6 +26,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "moderation": (),
     "prompt_cache_options": (),
 }
+TOOL_KINDS = ("function", "namespace")
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 INCLUDES = (LOGPROBS, ENCRYPTED_REASONING)
@@ -100,26 +102,37 @@ def check_include(names: list[str]) -> None:
             )
 
 
-def function_tools(request: ResponsesRequest) -> list[FunctionTool]:
+def read_tools(request: ResponsesRequest) -> list[FunctionTool | NamespaceTool]:
     """Return the tools.
 
-    Raises  RequestError for another tool than a function.
+    Raises  RequestError for another tool than a function or a namespace of functions.
     """
-    tools = []
-    for place, tool in enumerate(request.tools or []):
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(tool, dict) and kind != "function":
+    return [_read_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools or [])]
+
+
+def _read_tool(tool: Any, where: str) -> FunctionTool | NamespaceTool:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if isinstance(tool, dict) and kind not in TOOL_KINDS:
+        refuse(
+            "unsupported_value",
+            f"{where}.type",
+            f"{where} has type {quoted(kind)}; supported by this server: {', '.join(TOOL_KINDS)}; leave it out",
+        )
+    if kind != "namespace":
+        return convert_part(tool, FunctionTool, where)
+    for i, inner in enumerate(tool["tools"] if isinstance(tool.get("tools"), list) else []):
+        if isinstance(inner, dict) and inner.get("type") != "function":
             refuse(
                 "unsupported_value",
-                f"tools[{place}].type",
-                f"tools[{place}] has type {quoted(kind)}; supported by this server: function; leave it out",
+                f"{where}.tools[{i}].type",
+                f"{where}.tools[{i}] has type {quoted(inner.get('type'))}; supported by this server: function; "
+                "leave it out",
             )
-        tools.append(convert_part(tool, FunctionTool, f"tools[{place}]"))
-    return tools
+    return convert_part(tool, NamespaceTool, where)
 
 
 def _check_conversation(request: ResponsesRequest) -> None:
-    tools = function_tools(request)
+    tools = read_tools(request)
     _check_tool_choice(request.tool_choice, has_tools=bool(tools))
     text_format = request.text.format if request.text is not None else None
     if text_format is not None and text_format.get("type") != "text":

@@ -45,6 +45,15 @@ class FunctionTool(Struct, kw_only=True, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
+class NamespaceTool(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Functions under a name of their own."""
+
+    type: Literal["namespace"] = "namespace"
+    name: str
+    description: str | None = None
+    tools: list[FunctionTool]
+
+
 class ResponsesStreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
     """Options of a streamed response."""
 
@@ -59,7 +68,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: list[Any] | None = None
-    """Each is read as a FunctionTool."""
+    """Each is read as a FunctionTool or a NamespaceTool."""
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningField | None = None
@@ -133,6 +142,7 @@ class CallItem(Struct, kw_only=True):
     status: str
     call_id: str
     name: str
+    namespace: str | UnsetType = UNSET
     arguments: str
 
 
@@ -198,7 +208,7 @@ class ResponseBody(Struct, kw_only=True):
     temperature: float
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
-    tools: list[FunctionTool]
+    tools: list[FunctionTool | NamespaceTool]
     top_logprobs: int
     top_p: float
     truncation: str

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from msgspec import structs
+from msgspec import UNSET, structs
 
 from rose.frontend.chat import token_logprobs
 from rose.frontend.errors import RequestError
@@ -36,6 +36,7 @@ from rose.frontend.responses.schemas import (
     CallItem,
     InputDetails,
     MessageItem,
+    NamespaceTool,
     OutputDetails,
     OutputItem,
     ReasoningItem,
@@ -74,6 +75,7 @@ class ResponseWriter:
         self._with_summary = with_summary and not is_hidden
         self._is_hidden = is_hidden
         self._seal = seal
+        self._namespaces = {t.name for t in body.tools if isinstance(t, NamespaceTool)}
         self._sequence = 0
         self._next = ("final", 0)
         """Kind and number of the message that is being written."""
@@ -178,9 +180,15 @@ class ResponseWriter:
         return [*events, PartEvent(**self._where("response.content_part.added"), part=part)]
 
     def _open_call(self, name: str) -> list[Event]:
-        call_id = new_id("call_")
+        namespace, dot, inner = name.partition(".")
+        is_inside = bool(dot) and namespace in self._namespaces
         item = CallItem(
-            id=self._id("fc"), status="in_progress", call_id=call_id, name=name, arguments=""
+            id=self._id("fc"),
+            status="in_progress",
+            call_id=new_id("call_"),
+            name=inner if is_inside else name,
+            namespace=namespace if is_inside else UNSET,
+            arguments="",
         )
         return [self._add(item)]
 

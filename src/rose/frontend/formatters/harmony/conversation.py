@@ -32,6 +32,8 @@ EFFORTS = {
     "max": "high",
 }
 """Effort as clients ask for it, and the nearest that the model knows."""
+RESERVED_NAMESPACES = (FUNCTIONS, "browser", "python", "container", "assistant")
+"""Names that mean something else as the first word of a recipient."""
 _DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 _NAME = re.compile(r"[^\s<>|]{1,256}")
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -52,19 +54,21 @@ def assemble(
     *,
     effort: Any,
     tools: Sequence[Tool],
-    **shape: Any,
+    response_format: ResponseFormat | None,
+    namespaces: Sequence[Namespace] = (),
 ) -> Conversation:
     """Put the system message and the first developer message before what was said.
 
-    Developer messages at the head of `history` become one with the tools. `shape` may hold `response_format`.
+    Developer messages at the head of `history` become one with the tools; `namespaces` has those that are no
+    functions by themselves.
     """
     num_leading = next((i for i, m in enumerate(history) if m.role != "developer"), len(history))
     leading = [instructions_of(message) for message in history[:num_leading]]
     leading = [text for text in leading if text]
     developer = DeveloperContent(
         instructions="\n\n".join(leading) or None,
-        namespaces=(Namespace(name=FUNCTIONS, tools=tools),) if tools else (),
-        response_format=shape.get("response_format"),
+        namespaces=(*((Namespace(name=FUNCTIONS, tools=tools),) if tools else ()), *namespaces),
+        response_format=response_format,
     )
     where = "reasoning.effort" if body.get("api") == "responses" else "reasoning_effort"
     system = SystemContent(effort=resolve_effort(effort, where), date=_date(body))
@@ -72,6 +76,7 @@ def assemble(
     if developer != DeveloperContent():
         messages.append(Message(role="developer", content=(developer,)))
     names = [tool.name for tool in tools]
+    names += [f"{n.name}.{tool.name}" for n in namespaces for tool in n.tools]
     return Conversation(messages=[*messages, *history[num_leading:]], function_names=names)
 
 
@@ -92,6 +97,21 @@ def read_tools(body: dict[str, Any]) -> list[Tool]:
     tools = [_read_tool(tool, f"tools[{i}]") for i, tool in enumerate(listed or [])]
     allowed = _allowed_names(body.get("tool_choice"), tools)
     return [tool for tool in tools if allowed is None or tool.name in allowed]
+
+
+def read_namespaces(body: dict[str, Any]) -> list[Namespace]:
+    """Return the functions that stand under names of their own: `namespaces` of a body, each with name and tools, and
+    its place in `tools`."""
+    found = []
+    for fields in body.get("namespaces") or []:
+        where = f"tools[{fields['place']}]"
+        name = read_name(fields.get("name"), f"{where}.name")
+        if "." in name or name in RESERVED_NAMESPACES:
+            reserved = ", ".join(RESERVED_NAMESPACES)
+            raise problem(f"{where}.name", name, f"a name without dots that is none of {reserved}")
+        tools = [_read_tool(t, f"{where}.tools[{k}]") for k, t in enumerate(fields["tools"])]
+        found.append(Namespace(name=name, description=fields.get("description"), tools=tools))
+    return found
 
 
 def _read_tool(tool: Any, where: str) -> Tool:
@@ -192,22 +212,22 @@ def read_name(name: Any, where: str) -> str:
     return name
 
 
-def call_message(name: str, arguments: str) -> Message:
+def call_message(name: str, arguments: str, *, namespace: str = FUNCTIONS) -> Message:
     """Return the message by which the model called a function."""
     return Message(
         role="assistant",
-        recipient=f"{FUNCTIONS}.{name}",
+        recipient=f"{namespace}.{name}",
         channel="commentary",
         content_type=f"{CONSTRAIN_NAME}json",
         content=(arguments,),
     )
 
 
-def result_message(name: str, texts: tuple[str, ...]) -> Message:
+def result_message(name: str, texts: tuple[str, ...], *, namespace: str = FUNCTIONS) -> Message:
     """Return the message by which a function answered."""
     return Message(
         role="tool",
-        name=f"{FUNCTIONS}.{name}",
+        name=f"{namespace}.{name}",
         recipient="assistant",
         channel="commentary",
         content=texts,

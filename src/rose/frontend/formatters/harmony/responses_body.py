@@ -13,6 +13,7 @@ from rose.frontend.formatters.harmony.conversation import (
     developer_message,
     problem,
     read_name,
+    read_namespaces,
     read_response_format,
     read_text,
     read_tools,
@@ -20,6 +21,8 @@ from rose.frontend.formatters.harmony.conversation import (
 )
 from rose.frontend.formatters.harmony.messages import Message
 
+_Called = dict[str, str]
+"""`name` of a function, and `namespace` where it has one of its own."""
 _ROLES = ("system", "developer", "user", "assistant")
 _ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 _PHASES = {"commentary": "commentary", "final_answer": "final"}
@@ -39,10 +42,10 @@ def read_responses(body: dict[str, Any]) -> Conversation:
         )
     items = input_items(body.get("input"))
     history = [developer_message((_instructions(body),))] if _instructions(body) else []
-    call_names: dict[str, str] = {}
+    calls: dict[str, _Called] = {}
     sampled = body.get("sampled_tokens", {})
     for i, item in enumerate(items):
-        read = _read_item(item, f"input[{i}]", call_names, items[i + 1 :])
+        read = _read_item(item, f"input[{i}]", calls, items[i + 1 :])
         if i in sampled and len(read) == 1:
             read = [replace(read[0], token_ids=sampled[i])]
         history += read
@@ -54,6 +57,7 @@ def read_responses(body: dict[str, Any]) -> Conversation:
         history,
         effort=reasoning.get("effort") if isinstance(reasoning, dict) else None,
         tools=read_tools(body),
+        namespaces=read_namespaces(body),
         response_format=read_response_format(asked_format, "text.format"),
     )
 
@@ -84,7 +88,7 @@ def _instructions(body: dict[str, Any]) -> str:
 
 
 def _read_item(
-    item: Any, where: str, call_names: dict[str, str], following: Sequence[Any]
+    item: Any, where: str, calls: dict[str, _Called], following: Sequence[Any]
 ) -> list[Message]:
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message":
@@ -92,15 +96,14 @@ def _read_item(
     if kind == "reasoning":
         return _read_reasoning(item, where)
     if kind == "function_call":
-        return [_read_call(item, where, call_names)]
+        return [_read_call(item, where, calls)]
     if kind == "function_call_output":
         call_id = item.get("call_id")
-        if not isinstance(call_id, str) or call_id not in call_names:
-            known = ", ".join(call_names) or "none, as no earlier item is a function_call"
+        if not isinstance(call_id, str) or call_id not in calls:
+            known = ", ".join(calls) or "none, as no earlier item is a function_call"
             raise problem(f"{where}.call_id", call_id, f"the call_id of an earlier call ({known})")
-        return [
-            result_message(call_names[call_id], read_text(item.get("output"), f"{where}.output"))
-        ]
+        texts = read_text(item.get("output"), f"{where}.output")
+        return [result_message(texts=texts, **calls[call_id])]
     raise problem(f"{where}.type", kind, ", ".join(_ITEMS))
 
 
@@ -141,11 +144,13 @@ def _read_reasoning(item: dict[str, Any], where: str) -> list[Message]:
     )
 
 
-def _read_call(item: dict[str, Any], where: str, call_names: dict[str, str]) -> Message:
-    name = read_name(item.get("name"), f"{where}.name")
+def _read_call(item: dict[str, Any], where: str, calls: dict[str, _Called]) -> Message:
+    called: _Called = {"name": read_name(item.get("name"), f"{where}.name")}
+    if item.get("namespace") is not None:
+        called["namespace"] = read_name(item["namespace"], f"{where}.namespace")
     arguments = item.get("arguments")
     if not isinstance(arguments, str):
         raise problem(f"{where}.arguments", arguments, "a string of JSON")
     if isinstance(item.get("call_id"), str):
-        call_names[item["call_id"]] = name
-    return call_message(name, arguments)
+        calls[item["call_id"]] = called
+    return call_message(arguments=arguments, **called)
