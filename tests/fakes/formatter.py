@@ -5,7 +5,14 @@ from __future__ import annotations
 import codecs
 import json
 
-from rose.frontend.formatters.base import Answer, ContentSpan, Delta, EncodedPrompt, FormatError
+from rose.frontend.formatters.base import (
+    Answer,
+    ContentSpan,
+    Delta,
+    EncodedPrompt,
+    FormatError,
+    WithoutGrammars,
+)
 
 REASONING, CONTENT, CALL, ARGUMENTS, END = range(256, 261)
 
@@ -30,7 +37,7 @@ def call(name: str, arguments: str) -> list[int]:
     return [CALL, *text_tokens(name), ARGUMENTS, *text_tokens(arguments)]
 
 
-class FakeFormatter:
+class FakeFormatter(WithoutGrammars):
     """Encodes the JSON of the conversation; `prompt` is encoded as it is."""
 
     name = "fake"

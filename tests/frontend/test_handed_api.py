@@ -11,7 +11,7 @@ from rose.frontend.formatters.registry import build_formatter
 
 DATA = Path(__file__).parents[1] / "data" / "handed.jsonl"
 CASES = {case["id"]: case for case in map(json.loads, DATA.read_text().splitlines())}
-# Cases of issues to come: forced tool choice, API keys; those of Responses are in responses/test_create.py.
+# Elsewhere: tool choice in e2e/test_answer_forms.py, Responses in responses/test_create.py; API keys are to come.
 LATER = {
     "api-responses-function-call",
     "api-responses-stream-indices",
@@ -182,12 +182,6 @@ def test_logprobs_are_those_of_the_content(lab, play, is_stream):
         assert set(expected["each_has"]) <= set(entry)
         assert len(entry["top_logprobs"]) == expected["top_logprobs_len"]
         assert all(e["logprob"] <= 0 for e in (entry, *entry["top_logprobs"]))
-
-
-def test_what_comes_later_is_refused_clearly_until_then(play):
-    response = play("api-tool-choice-required")
-    assert response.status_code == 400
-    assert response.json()["error"]["code"] == "unsupported_value"
 
 
 def test_stop_strings_are_searched_in_content_only(lab, harmony, o200k):

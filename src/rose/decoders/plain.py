@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -50,6 +50,8 @@ class PlainDecoder:
         for entry in plan.prefill:
             if entry.sampling is not None:
                 self._take_slot(entry)
+        if plan.masks:
+            self._write_masks(plan.masks)
         flavour = self._flavours.of(plan.sample_slots)
         if plan.prefill:
             sampled = self._mixed_step(plan, flavour)
@@ -91,6 +93,8 @@ class PlainDecoder:
     def _take_slot(self, entry: PlanEntry) -> None:
         """Set what of sampling the device keeps by slot beside numbers: nothing, for nearly every request."""
         assert entry.sampling is not None, "the entry takes no slot"
+        if entry.slot in self._flavours.masked:
+            self._write_masks({entry.slot: None})
         was_adjusted = entry.slot in self._flavours.adjusted
         self._flavours.take(entry.slot, entry.sampling)
         if entry.history is not None:
@@ -103,6 +107,14 @@ class PlainDecoder:
             )
         elif was_adjusted:
             self._tables.adjustments.reset(entry.slot)
+
+    @torch.inference_mode()
+    def _write_masks(self, masks: Mapping[int, bytes | None]) -> None:
+        """Set which tokens slots may sample, before the step that samples them."""
+        self._tables.masks.write(masks)
+        for slot, mask in masks.items():
+            change = self._flavours.masked.discard if mask is None else self._flavours.masked.add
+            change(slot)
 
     def _launch_decode(self, plan: StepPlan, flavour: SampleFlavour) -> Sampled:
         num_rows = len(plan.decode)
@@ -130,6 +142,8 @@ class PlainDecoder:
         if flavour.is_extended:
             rows = self._tables.adjustments.gather(slots_S, inputs.positions_S)
             logits_SV = adjusted(raw_SV, rows)
+        if flavour.is_masked:
+            self._tables.masks.apply(logits_SV, slots_S)
         tokens_S = self._sampler.sample(
             logits_SV,
             inputs.sampling,

@@ -16,7 +16,7 @@ def commit(
     """Append the tokens of a step and end the sequences that are done.
 
     A sequence that ended while the step was in flight (stop token one step before, abort) is skipped: its
-    token is the one that overlapping gives away.
+    token is the one that overlapping gives away. So is the token after the start of a grammar.
 
     Returns  events in the order of the step, a FinishedEvent right after the last tokens of its request;
              and the ids of the requests that ended
@@ -28,6 +28,9 @@ def commit(
     logprobs_of = result.logprobs
     for slot, sequence in zip(flight.slots, flight.sequences, strict=True):
         if sequence.state is is_over:
+            continue
+        if sequence.num_stale:
+            sequence.drop_stale()
             continue
         taken, reason = sequence.append(tokens_of[slot])
         logprobs = logprobs_of[slot][: len(taken)] if slot in logprobs_of else None

@@ -29,9 +29,10 @@ from rose.engine.admission import (
 )
 from rose.engine.clock import StepClock
 from rose.engine.commit import commit, finished
+from rose.engine.grammars import Grammars
 from rose.engine.metrics import Counters
 from rose.engine.scheduler import Scheduler
-from rose.engine.sequence import Sequence
+from rose.engine.sequence import Sequence, SequenceState
 from rose.protocol.event import (
     EngineStatus,
     ErrorEvent,
@@ -41,6 +42,7 @@ from rose.protocol.event import (
     TokenLogprobs,
     TokensEvent,
 )
+from rose.protocol.grammar import Constraint, Vocabulary
 from rose.protocol.request import Request
 from rose.protocol.sampling_params import SamplingParams
 from rose.runtime.plan import StepPlan, StepResult
@@ -101,6 +103,7 @@ class LLMEngine:
         """Run one step and return its events; without work it returns none."""
         self._sequences: dict[str, Sequence] = {}
         self._deadlines: list[tuple[float, str]] = []
+        self.grammars = Grammars(limits.vocab_size)
         self._handles: deque[Any] = deque()
         self._seeds = random.Random(seed)  # seeds of requests, nothing secret
 
@@ -174,7 +177,11 @@ class LLMEngine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self.grammars.is_busy
+
+    def learn(self, vocabulary: Vocabulary) -> None:
+        """Get to know the tokens that grammars of later requests are written for."""
+        self.grammars.learn(vocabulary)
 
     def add(self, request: Request) -> list[FromEngine]:
         """Queue a request; the events are a refusal, or none yet."""
@@ -188,7 +195,10 @@ class LLMEngine:
         self._sequences[request.request_id] = sequence
         if sequence.deadline is not None:
             self._note_deadline(sequence)
-        self.scheduler.add(sequence)
+        if request.constraint is not None:
+            self.grammars.open(sequence, request.constraint)
+        else:
+            self.scheduler.add(sequence)
         return []
 
     def abort(self, request_id: str) -> list[FromEngine]:
@@ -196,7 +206,7 @@ class LLMEngine:
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return []
-        self.scheduler.finish(sequence)
+        self._end(sequence)
         return [finished(sequence, "abort")]
 
     def expire(self) -> list[FromEngine]:
@@ -272,6 +282,7 @@ class LLMEngine:
             num_cached_tokens=self.scheduler.num_cached_tokens,
             num_output_tokens=self.counters.num_output_tokens,
             step_bound_s=self.clock.bound_s,
+            vocabularies=self.grammars.vocabularies,
             detail=detail,
         )
 
@@ -284,7 +295,7 @@ class LLMEngine:
         outputs = {r.request_id: Generation(token_ids=[]) for r in waiting}
         events: list[FromEngine] = []
         while waiting or self.has_work:
-            while waiting and self._has_room_for(waiting[0]):
+            while waiting and self._no_room_for(waiting[0]) is None:
                 events += self.add(waiting.popleft())
             events += self.expire() + self.step()
             for event in events:
@@ -293,26 +304,31 @@ class LLMEngine:
         return list(outputs.values())
 
     def _step_in_turn(self) -> list[FromEngine]:
+        events = self._settle_grammars()
         plan = self.scheduler.schedule()
         if plan is None:
-            return []
+            self.grammars.wait()
+            return events
         self._begin(plan)
-        return self._commit(step(self.decoder, plan))
+        return events + self._commit(step(self.decoder, plan))
 
     def _step_overlapped(self) -> list[FromEngine]:
         """Launch step n+1, then collect step n while the device works.
 
         Planning n+1 takes for granted that no sequence stops in n. One that does has a token of n+1 computed
-        in vain, which commit drops.
+        in vain, which commit drops. One that a grammar rules sits out a step, as its mask needs its last token.
         """
+        events = self._settle_grammars()
         plan = self.scheduler.schedule()
         if plan is not None:
             self._begin(plan)
             self._handles.append(self.decoder.launch(plan))
         num_to_keep = 0 if plan is None else 1
-        if len(self._handles) <= num_to_keep:
-            return []
-        return self._commit(self.decoder.collect(self._handles.popleft()))
+        if len(self._handles) > num_to_keep:
+            return events + self._commit(self.decoder.collect(self._handles.popleft()))
+        if plan is None:
+            self.grammars.wait()
+        return events
 
     def _begin(self, plan: StepPlan) -> None:
         self.counters.count_step(plan)
@@ -321,11 +337,37 @@ class LLMEngine:
 
     def _commit(self, result: StepResult) -> list[FromEngine]:
         self.clock.end()
-        events, ended = commit(self.scheduler, self.scheduler.flights.popleft(), result)
+        flight = self.scheduler.flights.popleft()
+        events, ended = commit(self.scheduler, flight, result)
+        if self.grammars.is_used:
+            self.grammars.take(flight.sequences)
         for request_id in ended:
             del self._sequences[request_id]
         self.counters.num_output_tokens += sum(map(len, result.token_ids.values()))
         return events
+
+    def _settle_grammars(self) -> list[FromEngine]:
+        """Queue the requests whose grammars are built, let go on whose masks came, and end those that failed."""
+        events: list[FromEngine] = []
+        for found in self.grammars.settle():
+            sequence = found.sequence
+            if found.error is None:
+                self.scheduler.add(sequence)
+                continue
+            del self._sequences[sequence.request_id]
+            self._end(sequence)
+            events.append(
+                ErrorEvent(
+                    request_id=sequence.request_id, code="grammar_failed", message=found.error
+                )
+            )
+        return events
+
+    def _end(self, sequence: Sequence) -> None:
+        if sequence.grammar is not None and self.grammars.close(sequence):
+            sequence.stop_running(SequenceState.FINISHED)
+        else:
+            self.scheduler.finish(sequence)
 
     def _refusal(self, request: Request) -> ErrorEvent | None:
         if request.request_id in self._sequences:
@@ -338,14 +380,33 @@ class LLMEngine:
         )
         if error is None and request.priority and self.scheduler.config.policy != "priority":
             return not_by_priority(request)
-        found = self.scheduler.waiting.refusal(len(request.prompt_token_ids))
+        if error is None and request.constraint is not None:
+            error = self._grammar_refusal(request.request_id, request.constraint)
+        found = self._no_room_for(request)
         if error is None and found is not None:
             self.counters.num_refused += 1
             return queue_full(request, found)
         return error
 
-    def _has_room_for(self, request: Request) -> bool:
-        return self.scheduler.waiting.refusal(len(request.prompt_token_ids)) is None
+    def _no_room_for(self, request: Request) -> str | None:
+        """Return why a request must be refused for now, or None."""
+        queue, num_opening = self.scheduler.waiting, self.grammars.num_opening
+        if num_opening and len(queue) + num_opening >= self.scheduler.config.max_waiting:
+            return (
+                f"{len(queue)} requests are waiting and {num_opening} have their grammars built, which is the most "
+                "this server queues (scheduler.max_waiting)"
+            )
+        return queue.refusal(len(request.prompt_token_ids))
+
+    def _grammar_refusal(self, request_id: str, constraint: Constraint) -> ErrorEvent | None:
+        if self.grammars.knows(constraint):
+            return None
+        return ErrorEvent(
+            request_id=request_id,
+            code="grammar_failed",
+            message=f"the request's grammars are written for vocabulary {constraint.vocabulary[:16]!r}, which this "
+            "engine was not sent; send the vocabulary first",
+        )
 
 
 def _collect(outputs: dict[str, Generation], event: FromEngine) -> None:

@@ -14,6 +14,7 @@ from collections import deque
 
 from rose.cache.table import PageTable, PageUpdates
 from rose.config.scheduler import SchedulerConfig
+from rose.engine.grammar_state import GrammarState
 from rose.engine.sequence import Sequence, SequenceState
 from rose.engine.waiting import WaitingQueue, rank_of
 from rose.runtime.plan import MAX_HIT_COLUMNS, PlanEntry, StepPlan
@@ -24,10 +25,17 @@ _NO_PAGES: PageUpdates = {}
 class Flight:
     """A step that was planned and not yet committed: who samples, in the plan's order."""
 
-    __slots__ = ("sequences", "slots", "step")
+    __slots__ = ("masks", "sequences", "slots", "step")
 
     def __init__(self, step: int, slots: list[int], sequences: list[Sequence]) -> None:
         self.step, self.slots, self.sequences = step, slots, sequences
+        self.masks: dict[int, bytes | None] = {}
+
+    def send_mask(self, sequence: Sequence, grammar: GrammarState) -> None:
+        """Send a mask that the sequence's slot does not have; under a grammar the token after waits for the next."""
+        if not grammar.is_sent:
+            self.masks[sequence.slot], grammar.is_sent = grammar.mask, True
+        sequence.is_held = grammar.is_ruling
 
 
 class Scheduler:
@@ -72,7 +80,7 @@ class Scheduler:
         budget = limit - len(decode)
         is_prompt_left = False
         for sequence in self.running:
-            if sequence.num_scheduled < sequence.prefill_end:
+            if sequence.num_scheduled < sequence.prefill_end and not sequence.is_held:
                 budget -= self._plan_chunk(sequence, budget, flight, prefill)
                 is_prompt_left |= sequence.num_scheduled < sequence.prefill_end
         if self.num_preemptions == preemptions and not is_prompt_left:
@@ -91,6 +99,7 @@ class Scheduler:
             prefill=prefill,
             sample_slots=flight.slots,
             max_length=longest,
+            masks=flight.masks,
         )
 
     def _free_dead_pages(self) -> None:
@@ -110,7 +119,7 @@ class Scheduler:
             length = sequence.num_tokens
             position = sequence.num_scheduled
             # Not decoding yet, or its last token is in flight and needs no successor.
-            if position < sequence.prefill_end or length >= sequence.max_length:
+            if position < sequence.prefill_end or length >= sequence.max_length or sequence.is_held:
                 continue
             entry = sequence.decode_entry
             if position >= sequence.pages.capacity_tokens:
@@ -124,6 +133,8 @@ class Scheduler:
             sequence.num_scheduled = length
             sequence.num_tokens = length + 1
             sequence.num_pending += 1
+            if sequence.grammar is not None:
+                flight.send_mask(sequence, sequence.grammar)
             if length > longest:
                 longest = length
             entries.append(entry)
@@ -170,6 +181,8 @@ class Scheduler:
         updates = self.table.grow(sequence.pages, end)
         assert updates is not None, "reachable tokens are not reachable"
         is_last = end == sequence.prefill_end
+        is_new |= sequence.is_rewound
+        sequence.is_rewound = False
         prefill.append(
             PlanEntry(
                 slot=sequence.slot,
@@ -190,6 +203,8 @@ class Scheduler:
             sequence.num_pending += 1
             flight.slots.append(sequence.slot)
             flight.sequences.append(sequence)
+            if sequence.grammar is not None:
+                flight.send_mask(sequence, sequence.grammar)
         return end - start
 
     def _admit(self, budget: int, flight: Flight, prefill: list[PlanEntry]) -> None:
@@ -197,7 +212,7 @@ class Scheduler:
         num_hit_columns = 0
         while budget > 0 and self.waiting and self._free_slots:
             sequence = self.waiting.first
-            if sequence.num_pending:
+            if sequence.num_pending or sequence.is_held:
                 return
             hit = self.table.find(sequence.keys, sequence.token_ids)
             # A prompt enters when the whole of it fits and each running sequence could take one more page:

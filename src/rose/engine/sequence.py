@@ -7,6 +7,7 @@ from enum import Enum, auto
 
 from rose.cache.keys import PageKeys
 from rose.cache.table import SequencePages
+from rose.engine.grammar_state import GrammarState
 from rose.protocol.event import FinishReason
 from rose.protocol.request import Request
 from rose.protocol.sampling_params import SamplingParams
@@ -35,13 +36,17 @@ class Sequence:
     __slots__ = (
         "deadline",
         "decode_entry",
+        "grammar",
         "has_started",
+        "is_held",
+        "is_rewound",
         "keys",
         "max_length",
         "num_cached_tokens",
         "num_pending",
         "num_prompt_tokens",
         "num_scheduled",
+        "num_stale",
         "num_tokens",
         "pages",
         "prefill_end",
@@ -84,6 +89,13 @@ class Sequence:
         self.pages = _NO_PAGES
         self.decode_entry = _NO_ENTRY
         """Its share of every decode step, made once; the scheduler updates it."""
+        self.grammar: GrammarState | None = None
+        self.is_held = False
+        """Its next token waits for the mask of a grammar."""
+        self.num_stale = 0
+        """Pending tokens that were sampled without the mask they needed; they are dropped when they come."""
+        self.is_rewound = False
+        """Its slot counts tokens that were dropped: the next chunk writes the slot anew."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -109,8 +121,12 @@ class Sequence:
         assert self.num_pending == 0, f"{self.request_id} starts before its last token is known"
         self.state = SequenceState.RUNNING
         self.slot, self.pages = slot, pages
-        self.num_scheduled, self.prefill_end = num_cached_tokens, self.num_tokens
+        self.num_tokens = self.prefill_end = len(self.token_ids)
+        self.num_scheduled = num_cached_tokens
         self.decode_entry = PlanEntry.decode(slot)
+        self.is_rewound = False
+        if self.grammar is not None:
+            self.grammar.is_sent = False
         is_first, self.has_started = not self.has_started, True
         if is_first:
             self.num_cached_tokens = num_cached_tokens
@@ -122,6 +138,26 @@ class Sequence:
         self.state = state
         self.slot, self.pages, self.decode_entry = -1, _NO_PAGES, _NO_ENTRY
         self.num_scheduled = 0
+
+    def hold(self) -> None:
+        """Wait for the mask of a grammar that just began to rule.
+
+        A token that is pending was sampled without it: it is given up, and the last known token computed again.
+        """
+        self.is_held = True
+        if not self.num_pending:
+            return
+        self.num_stale = self.num_pending
+        # One that was preempted sheds its stale tokens when it starts again: until then its queue counts them.
+        if self.state is SequenceState.RUNNING:
+            self.num_tokens = self.prefill_end = len(self.token_ids)
+            self.num_scheduled = self.num_tokens - 1
+            self.is_rewound = True
+
+    def drop_stale(self) -> None:
+        """Take note that a stale token came."""
+        self.num_pending -= 1
+        self.num_stale -= 1
 
     def append(self, token_ids: list[int]) -> tuple[list[int], FinishReason | None]:
         """Take the tokens sampled in one step, up to the first that ends the request.

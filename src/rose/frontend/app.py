@@ -147,6 +147,8 @@ def create_app(
     responses = ResponsesRoutes(config, client, jobs, metrics)
     token_routes = TokenRoutes(config, client, jobs, metrics)
     metrics.observe_engine(client)
+    if jobs.grammars.is_able:
+        client.bring(jobs.grammars.vocabulary())
 
     async def on_request_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
@@ -163,6 +165,7 @@ def create_app(
             await responses.drain()
             await client.close()
             await responses.close()
+            jobs.grammars.close()
 
     async def on_disconnect(request: Request, error: Exception) -> Response:
         metrics.disconnected(_endpoint(request.url.path))

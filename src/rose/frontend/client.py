@@ -22,6 +22,7 @@ from rose.protocol.event import (
     FromEngine,
     TokensEvent,
 )
+from rose.protocol.grammar import Vocabulary
 from rose.protocol.request import Abort, Request, StatusQuery, ToEngine
 from rose.utils.log import get_logger
 
@@ -87,8 +88,13 @@ class EngineClient:
         """Whether the server ends: what runs goes on, nothing else is taken."""
         self.num_engines = 0
         """Engines there have been, this one included."""
+        self._vocabulary: Vocabulary | None = None
         self.status: EngineStatus | None = None
         """The newest state the engine told; None before the first."""
+
+    def bring(self, vocabulary: Vocabulary) -> None:
+        """Have every engine told of the vocabulary that requests' grammars are written for, once it is ready."""
+        self._vocabulary = vocabulary
 
     async def start(self) -> None:
         """Begin to listen and to watch."""
@@ -209,7 +215,16 @@ class EngineClient:
         channel = self._channel
         for request in submission.requests:
             self._open[request.request_id] = submission
+            missing = self._missing_vocabulary(request)
+            if missing is not None:
+                await channel.send(missing)
             await channel.send(request)
+
+    def _missing_vocabulary(self, request: Request) -> Vocabulary | None:
+        """Return the vocabulary that a request needs, unless the engine has said that it knows it."""
+        known = self.status.vocabularies if self.status is not None else []
+        is_needed = request.constraint is not None and request.constraint.vocabulary not in known
+        return self._vocabulary if is_needed else None
 
     def forget(self, request_id: str) -> None:
         """Stop routing a request's events."""
@@ -248,6 +263,8 @@ class EngineClient:
             self.status = event
             if event.is_ready and not self._has_been_ready:
                 self._has_been_ready = True
+                if self._vocabulary is not None and self._vocabulary.key not in event.vocabularies:
+                    self._send_soon(self._vocabulary)
                 self._send_held()
             return
         submission = self._open.get(event.request_id)

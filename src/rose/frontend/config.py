@@ -51,6 +51,10 @@ class FrontendConfig:
     """A response that nobody asks for is forgotten after so many seconds."""
     responses_key_file: str = ""
     """File with the secret that seals encrypted reasoning (32 bytes or more). Empty: a key of this process alone."""
+    max_schema_bytes: int = 131_072
+    """Larger JSON schemas are refused (each one of a request, written as JSON)."""
+    grammar_build_seconds: float = 2.0
+    """A schema whose grammar takes longer to build is refused."""
     request_timeout_s: float = 0.0
     """Answers that take longer are ended with 504; 0: never. A request may ask for less with x-request-timeout."""
     log_requests: bool = True
@@ -72,6 +76,15 @@ class FrontendConfig:
         if self.max_request_bytes < 1024:
             problems.append(
                 f"max_request_bytes={self.max_request_bytes}; allowed: 1024 or more; change --max-request-bytes"
+            )
+        if self.max_schema_bytes < 1024:
+            problems.append(
+                f"max_schema_bytes={self.max_schema_bytes}; allowed: 1024 or more; change --max-schema-bytes"
+            )
+        if not 0 < self.grammar_build_seconds <= 600:
+            problems.append(
+                f"grammar_build_seconds={self.grammar_build_seconds}; allowed: above 0, at most 600; "
+                "change --grammar-build-seconds"
             )
         if self.ssl_keyfile and not self.ssl_certfile:
             problems.append(

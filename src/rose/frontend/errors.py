@@ -37,6 +37,7 @@ KINDS: dict[str, ErrorKind] = {
     "invalid_request": ErrorKind(400, INVALID),
     "unknown_field": ErrorKind(400, INVALID),
     "unsupported_value": ErrorKind(400, INVALID),
+    "grammar_failed": ErrorKind(400, INVALID),
     "context_length_exceeded": ErrorKind(400, INVALID),
     "invalid_http": ErrorKind(400, INVALID),
     "invalid_api_key": ErrorKind(401, INVALID),

@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from rose.frontend.body import INLINE_BODY_BYTES
 from rose.frontend.config import FrontendConfig
 from rose.frontend.errors import RequestError
@@ -19,6 +21,9 @@ from rose.frontend.generation import (
     sampling_params,
     token_budget,
 )
+from rose.frontend.grammar.build import GrammarBuilder
+from rose.frontend.grammar.schema import SchemaLimits
+from rose.frontend.grammar.shape import answer_shape
 from rose.frontend.logprobs import ContentLogprobs
 from rose.frontend.parsing import (
     chat_logprobs,
@@ -32,6 +37,7 @@ from rose.frontend.schemas import ChatRequest, CompletionRequest, SamplingFields
 from rose.frontend.token_answers import TokenRun
 from rose.frontend.token_schemas import TokenRequest
 from rose.protocol.event import EngineStatus
+from rose.protocol.grammar import Constraint
 from rose.protocol.request import Request, problems_of_limits
 
 COMPLETION_DEFAULT_TOKENS = 16
@@ -69,6 +75,8 @@ class Ask:
     """Keep the messages of the answer apart."""
     with_usage: bool = False
     """Send a chunk with the usage."""
+    constraint: Constraint | None = None
+    """What `JobMaker.constraint` made of tools and formats."""
 
 
 class JobMaker:
@@ -81,6 +89,7 @@ class JobMaker:
         self._formatters = formatters
         self.model_names = model_names
         """The first is the one answers carry."""
+        self.grammars = GrammarBuilder(formatters.chat, build_seconds=config.grammar_build_seconds)
 
     @property
     def text_formatter(self) -> Formatter:
@@ -123,9 +132,37 @@ class JobMaker:
                 self._config.reasoning, request.reasoning_mode, include=request.include_reasoning
             ),
             with_usage=bool(request.stream_options and request.stream_options.include_usage),
+            constraint=await self.constraint(
+                tools=request.tools,
+                tool_choice=request.tool_choice,
+                answer_format=request.response_format,
+                format_param="response_format",
+            ),
         )
         prompt = await self.encode({**body, "api": "chat"}, num_bytes=num_bytes)
         return self.converse(request, prompt, status, ask)
+
+    async def constraint(
+        self, *, tools: list[Any] | None, tool_choice: Any, answer_format: Any, format_param: str
+    ) -> Constraint | None:
+        """Return what holds an answer to the form that a request asks for; None where it asks for none.
+
+        Units    as in `answer_shape`: tools of either API; `response_format` or `text.format`, and that name
+        Raises   RequestError for what is wrong or cannot be enforced
+        """
+        limits = SchemaLimits(max_bytes=self._config.max_schema_bytes)
+        shape = answer_shape(
+            tools=tools,
+            tool_choice=tool_choice,
+            answer_format=answer_format,
+            format_param=format_param,
+            limits=limits,
+        )
+        is_chosen = shape.must_call or shape.is_limited
+        param = (
+            format_param if shape.content is not None else "tool_choice" if is_chosen else "tools"
+        )
+        return await self.grammars.constraint(shape, param=param)
 
     async def encode(self, conversation: dict[str, Any], *, num_bytes: int) -> EncodedPrompt:
         """Render a conversation with the day of now; `num_bytes` is the size of the body it came in.
@@ -178,6 +215,11 @@ class JobMaker:
         job = self._job(request, ask.endpoint, ask.answer_id, [prompt], runs)
         job.with_usage = ask.with_usage
         _add_requests(job, request, [prompt], [budget], status, ask.logprobs)
+        if ask.constraint is not None:
+            _check_with_constraint(request)
+            job.requests = [
+                msgspec.structs.replace(r, constraint=ask.constraint) for r in job.requests
+            ]
         return job
 
     async def completion(
@@ -324,6 +366,18 @@ def _check_limits(request: SamplingFields) -> None:
         raise RequestError(
             "invalid_request", "; ".join(problems), param=problems[0].partition("=")[0]
         )
+
+
+def _check_with_constraint(request: SamplingFields) -> None:
+    """Refuse what would keep an answer of a given form from ending."""
+    for name in ("min_tokens", "ignore_eos"):
+        if getattr(request, name):
+            raise RequestError(
+                "invalid_request",
+                f"{name}={getattr(request, name)} keeps the answer from ending where response_format, tool_choice or "
+                f"strict tools say that it is complete; leave {name} out",
+                param=name,
+            )
 
 
 def _check_minimum(request: SamplingFields, budget: int) -> None:

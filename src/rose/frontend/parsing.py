@@ -60,7 +60,6 @@ IGNORED = frozenset(
 
 # Name -> values that ask for nothing (null always does).
 UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "verbosity": ("medium",),
     "audio": (),
@@ -146,7 +145,6 @@ def parse_chat(body: dict[str, Any]) -> ChatRequest:
         )
     for place, tool in enumerate(request.tools or []):
         convert_part(tool, Tool, f"tools[{place}]")
-    _check_tool_choice(request)
     check_choices(request)
     chat_logprobs(request)
     return request
@@ -378,27 +376,6 @@ def _check_parts(message: Message, path: str) -> None:
                 f"{path}[{place}].{kind}",
                 f"{path}[{place}].{kind} is {quoted(part.get(kind))}; allowed: a string",
             )
-
-
-def _check_tool_choice(request: ChatRequest) -> None:
-    choice = request.tool_choice
-    if choice is None:
-        return
-    if not request.tools and choice != "none":
-        refuse(
-            "invalid_request",
-            "tool_choice",
-            f"tool_choice={quoted(choice)} was given without tools; allowed then: none; give tools or leave it out",
-        )
-    if choice in ("none", "auto"):
-        return
-    if choice == "required" or isinstance(choice, dict):
-        refuse(
-            "unsupported_value",
-            "tool_choice",
-            f"tool_choice={quoted(choice)} cannot be enforced by this server yet; allowed: none, auto",
-        )
-    refuse("invalid_request", "tool_choice", f"tool_choice={quoted(choice)}; allowed: none, auto")
 
 
 def check_choices(request: ChoiceFields) -> None:

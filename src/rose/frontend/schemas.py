@@ -35,7 +35,7 @@ class FunctionDefinition(Struct, kw_only=True, forbid_unknown_fields=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    """Accepted; arguments are not yet held to the schema (docs/api.md)."""
+    """Arguments are held to the schema of `parameters`."""
 
 
 class Tool(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -123,7 +123,9 @@ class ChatRequest(ChoiceFields, kw_only=True):
     top_logprobs: int | None = None
     tools: list[Any] | None = None
     """Each is read as a Tool."""
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Any = None
+    """Read by `grammar/shape.py`, as is `response_format`."""
+    response_format: Any = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     reasoning: ReasoningOptions | None = None

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from rose.protocol.grammar import Vocabulary, vocabulary_key
 from rose.utils.errors import CheckpointError, ConfigError
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -176,6 +177,25 @@ def load_tokenizer(folder: str | Path | None) -> Tokenizer:
 def decode(tokenizer: Tokenizer, token_ids: Iterable[int]) -> str:
     """Return the text of tokens, control tokens by name, broken characters as U+FFFD."""
     return b"".join(map(tokenizer.token_bytes, token_ids)).decode("utf-8", "replace")
+
+
+def control_ids(tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of all control tokens, in order."""
+    return [i for i in range(tokenizer.vocab_size) if tokenizer.control_name(i) is not None]
+
+
+def vocabulary(tokenizer: Tokenizer, *, end_name: str) -> Vocabulary:
+    """Return what the engine needs of a tokenizer for grammars; ids without a text have no bytes."""
+    control = control_ids(tokenizer)
+    tokens = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
+    tokens = [b"" if token == _UNKNOWN_ID_BYTES else token for token in tokens]
+    end_id = tokenizer.control_id(end_name)
+    return Vocabulary(
+        key=vocabulary_key(tokens, control, end_id),
+        tokens=tokens,
+        control_ids=control,
+        end_id=end_id,
+    )
 
 
 def without_surrogates(text: str) -> str:

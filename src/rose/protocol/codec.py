@@ -12,7 +12,7 @@ from rose.protocol.event import FromEngine
 from rose.protocol.request import ToEngine
 from rose.utils.errors import RoseError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Raised by every change after which an older peer would misread a frame."""
 
 _PREFIX = bytes([PROTOCOL_VERSION])
@@ -35,7 +35,7 @@ def decode_to_engine(frame: bytes) -> ToEngine:
 
     Raises  ProtocolError where version, tag or a field is wrong.
     """
-    return _decode(_to_engine, frame, "request, abort or status_query")
+    return _decode(_to_engine, frame, "request, abort, status_query or vocabulary")
 
 
 def encode_from_engine(events: list[FromEngine]) -> bytes:

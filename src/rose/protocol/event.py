@@ -13,6 +13,7 @@ ErrorCode = Literal[
     "queue_full",
     "request_timeout",
     "duplicate_request_id",
+    "grammar_failed",
     "engine_failed",
     "engine_unavailable",
     "shutting_down",
@@ -83,6 +84,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     """Tokens sampled since start."""
     step_bound_s: float = 0.0
     """Most that the steps under way should take; any frame of the engine, this one included, is progress."""
+    vocabularies: list[str] = []
+    """Keys of the vocabularies that grammars may be written for."""
     detail: str = ""
     """What the engine is doing before it is ready, or why it failed."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from rose.protocol.grammar import Constraint, Vocabulary
 from rose.protocol.sampling_params import SamplingParams
 
 MAX_SALT_CHARACTERS = 256
@@ -29,6 +30,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request", forbid_u
     cache_salt: str = ""
     """Requests share cached prefixes only with those of the same salt, so that the time to a first token tells
     nobody what another tenant has asked."""
+    constraint: Constraint | None = None
+    """Grammars that the output obeys; None: every token is free."""
 
 
 def problems_of_limits(*, priority: int, timeout_s: float | None) -> list[str]:
@@ -55,4 +58,4 @@ class StatusQuery(msgspec.Struct, frozen=True, kw_only=True, tag="status_query")
     """Ask the engine for an EngineStatus event."""
 
 
-ToEngine = Request | Abort | StatusQuery
+ToEngine = Request | Abort | StatusQuery | Vocabulary

@@ -21,6 +21,7 @@ from rose.runtime.plan import MAX_HIT_COLUMNS, PlanEntry, StepPlan
 from rose.runtime.staging import StagingRing
 from rose.sampling.adjustments import AdjustmentTable, adjustment_bytes
 from rose.sampling.batch import FLOATS, INTS, SamplingBatch, SamplingTable, pack
+from rose.sampling.masks import MaskTable
 from rose.utils.device import DeviceFacts
 from rose.utils.math import ceil_div
 
@@ -96,6 +97,7 @@ class DeviceTables:
         self.last_tokens_R = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
         self.sampling = SamplingTable(num_rows, self.device)
         self.adjustments = AdjustmentTable(num_rows, vocab_size, self.device)
+        self.masks = MaskTable(num_rows, vocab_size, self.device)
         self._kind_strides = [k * num_rows * self._num_columns for k in range(num_kinds)]
         hits = max(MAX_HIT_COLUMNS, self._num_columns)
         updates = num_kinds * (max_step_tokens // layout.page_tokens + 2 * num_rows + hits)

@@ -72,6 +72,9 @@ class StepPlan:
     """Slots that sample a token after the step, in the order of the entries."""
     max_length: int
     """Tokens of the longest sequence of the step, the new ones included."""
+    masks: dict[int, bytes | None] = field(default_factory=dict)
+    """Slot -> packed bits of the tokens that may be sampled, from this step on (bit i % 8 of byte i // 8, whole 32-bit
+    words; ids past them may not); None: all. Slots that are not named keep what they have; one just taken has all."""
 
     @property
     def num_tokens(self) -> int:

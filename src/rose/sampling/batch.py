@@ -92,6 +92,8 @@ class SampleFlavour:
     """Some row may leave tokens out, so the one-pass sampler does not do."""
     is_extended: bool = False
     """Some row changes logits or reports log-probabilities."""
+    is_masked: bool = False
+    """Some row may not sample every token."""
 
 
 class SlotFlavours:
@@ -102,6 +104,8 @@ class SlotFlavours:
         self._extended: set[int] = set()
         self.adjusted: set[int] = set()
         """Slots whose rows of the AdjustmentTable are not neutral."""
+        self.masked: set[int] = set()
+        """Slots whose rows of the MaskTable leave tokens out."""
         self.logprobs: dict[int, int] = {}
         """Slot -> how many of the best tokens it reports."""
 
@@ -125,6 +129,7 @@ class SlotFlavours:
         return SampleFlavour(
             bool(self._filtered) and not self._filtered.isdisjoint(slots),
             bool(self._extended) and not self._extended.isdisjoint(slots),
+            bool(self.masked) and not self.masked.isdisjoint(slots),
         )
 
 

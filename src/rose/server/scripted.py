@@ -26,6 +26,7 @@ from rose.protocol.event import (
     TokenLogprobs,
     TokensEvent,
 )
+from rose.protocol.grammar import Vocabulary
 from rose.protocol.request import Abort, Request, StatusQuery, ToEngine
 from rose.utils.errors import ConfigError
 
@@ -102,6 +103,7 @@ class ScriptedEngine:
         self._lines = itertools.cycle(config.lines)
         self._plays: dict[str, _Play] = {}
         self._status_due = 0.0
+        self._vocabularies: list[str] = []
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
         self._num_steps = 0
@@ -110,6 +112,9 @@ class ScriptedEngine:
         """Take one message; return what is answered at once."""
         if isinstance(message, StatusQuery):
             return [self.status()]
+        if isinstance(message, Vocabulary):
+            self._vocabularies = [message.key]
+            return []
         if isinstance(message, Abort):
             self._plays.pop(message.request_id, None)
             return []
@@ -157,6 +162,7 @@ class ScriptedEngine:
             num_steps=self._num_steps,
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
+            vocabularies=self._vocabularies,
         )
 
     def _refusal(self, request: Request) -> ErrorEvent | None:

@@ -9,6 +9,7 @@ from rose.engine.engine import LLMEngine
 from rose.protocol.channel import EngineEndpoint
 from rose.protocol.codec import ProtocolError
 from rose.protocol.event import ErrorCode, ErrorEvent, FromEngine
+from rose.protocol.grammar import Vocabulary
 from rose.protocol.request import Abort, Request, StatusQuery
 from rose.utils.log import get_logger
 
@@ -77,6 +78,8 @@ class EngineService:
                     self._send(self.engine.abort(message.request_id))
                 case StatusQuery():
                     self._tell_status()
+                case Vocabulary():
+                    self.engine.learn(message)
 
     def _send(self, events: list[FromEngine]) -> None:
         if events and not self.endpoint.send(events) and self.engine.running_ids():

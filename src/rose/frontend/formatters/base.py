@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from rose.frontend.formatters.shape import AnswerRules, AnswerShape
+from rose.protocol.grammar import Vocabulary
 from rose.utils.errors import RoseError
 
 FINISH_LENGTH = "length"
@@ -144,6 +146,8 @@ class Formatter(Protocol):
     """
 
     name: str
+    has_grammars: bool
+    """Whether answers can be held to a form."""
 
     def encode(self, conversation: dict[str, Any]) -> EncodedPrompt:
         """Render a conversation to a prompt.
@@ -156,9 +160,46 @@ class Formatter(Protocol):
         """Return the bytes of a token, of a control token its name."""
         ...
 
+    def vocabulary(self) -> Vocabulary:
+        """Return the tokens that grammars of this format are written for.
+
+        Raises   FormatError where the format has no grammars
+        """
+        ...
+
+    def rules(self, shape: AnswerShape) -> AnswerRules | None:
+        """Return the grammars that hold an answer to a shape, None where the shape asks for nothing.
+
+        Raises   FormatError where the format has no grammars
+        """
+        ...
+
     def decoder(self, *, declared_tools: Sequence[str] = ()) -> AnswerDecoder:
         """Return a parser for one answer; `declared_tools` are those of the encoded prompt."""
         ...
+
+
+class WithoutGrammars:
+    """The part of a formatter that has no grammars: any answer is as good as another."""
+
+    name: str
+    has_grammars = False
+
+    def vocabulary(self) -> Vocabulary:
+        """Refuse."""
+        raise self._refusal()
+
+    def rules(self, shape: AnswerShape) -> AnswerRules | None:
+        """Refuse every shape that asks for something."""
+        if shape.is_free:
+            return None
+        raise self._refusal()
+
+    def _refusal(self) -> FormatError:
+        return FormatError(
+            f"formatter {self.name} cannot hold an answer to a form (response_format, tool_choice, strict); "
+            "allowed: formatter harmony; change --formatter or the request"
+        )
 
 
 class FormatError(RoseError):

@@ -13,6 +13,7 @@ from rose.frontend.formatters.base import (
     EncodedPrompt,
     FormatError,
     ParsedMessage,
+    WithoutGrammars,
 )
 from rose.frontend.tokenizer import TextDecoder, Tokenizer, token_ids_of
 from rose.utils.errors import CheckpointError
@@ -20,7 +21,7 @@ from rose.utils.errors import CheckpointError
 _ENDS = ("<|return|>", "<|call|>", "<|endoftext|>")
 
 
-class PlainFormatter:
+class PlainFormatter(WithoutGrammars):
     """Text or token ids in, text out; control tokens in the answer are left out."""
 
     name = "plain"

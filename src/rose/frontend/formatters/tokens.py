@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rose.frontend.formatters.base import FINISH_LENGTH, Answer, ContentSpan, Delta, EncodedPrompt
+from rose.frontend.formatters.base import (
+    FINISH_LENGTH,
+    Answer,
+    ContentSpan,
+    Delta,
+    EncodedPrompt,
+    WithoutGrammars,
+)
 from rose.frontend.formatters.plain import read_ids
 
 
-class TokensFormatter:
+class TokensFormatter(WithoutGrammars):
     """`prompt` is a list of token ids; the caller says in its request where to stop."""
 
     name = "tokens"

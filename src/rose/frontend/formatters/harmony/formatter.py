@@ -12,18 +12,24 @@ from rose.frontend.formatters.harmony.conversation import Conversation, problem
 from rose.frontend.formatters.harmony.messages import drop_finished_reasoning
 from rose.frontend.formatters.harmony.render import HarmonyRenderer
 from rose.frontend.formatters.harmony.responses_body import read_responses
-from rose.frontend.tokenizer import Tokenizer
+from rose.frontend.formatters.harmony.rules import HarmonyRules
+from rose.frontend.formatters.shape import AnswerRules, AnswerShape
+from rose.frontend.tokenizer import Tokenizer, vocabulary
+from rose.protocol.grammar import Vocabulary
 
 
 class HarmonyFormatter:
     """The format of gpt-oss."""
 
     name = "harmony"
+    has_grammars = True
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._renderer = HarmonyRenderer(tokenizer)
         self._channel_first = HarmonyRenderer(tokenizer, is_channel_first=True)
+        self._rules = HarmonyRules(tokenizer)
+        self._vocabulary: Vocabulary | None = None
 
     def encode(self, conversation: dict[str, Any]) -> EncodedPrompt:
         """Render a body of chat completions or (`api`: responses) Responses."""
@@ -50,6 +56,16 @@ class HarmonyFormatter:
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token, of a control token its name."""
         return self._tokenizer.token_bytes(token_id)
+
+    def vocabulary(self) -> Vocabulary:
+        """Return the tokens as the engine's grammars need them."""
+        if self._vocabulary is None:
+            self._vocabulary = vocabulary(self._tokenizer, end_name="<|return|>")
+        return self._vocabulary
+
+    def rules(self, shape: AnswerShape) -> AnswerRules | None:
+        """Return the grammars that hold an answer to a shape."""
+        return self._rules.rules(shape)
 
     def decoder(self, *, declared_tools: Sequence[str] = ()) -> HarmonyDecoder:
         """Return a parser for one answer."""

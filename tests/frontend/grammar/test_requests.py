@@ -1,0 +1,305 @@
+"""Chat requests that ask for a form: what travels to the engine, and what is refused before it does."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from rose.frontend.config import FrontendConfig
+from rose.frontend.formatters.registry import build_formatter
+from rose.protocol.request import Request
+
+OBJECT = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+def _tool(name, **fields):
+    return {"type": "function", "function": {"name": name, "parameters": OBJECT, **fields}}
+
+
+def _format(schema, **fields):
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, **fields}}
+
+
+def _named(name):
+    return {"type": "function", "function": {"name": name}}
+
+
+def _allowed(mode, *names):
+    tools = [_named(name) for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+TOOLS = [_tool("f"), _tool("g")]
+HOW = "<|channel|>final<|message|>{}<|return|>"
+
+
+@pytest.fixture(scope="module")
+def harmony(o200k):
+    return build_formatter("harmony", o200k)
+
+
+@pytest.fixture
+def ask(lab, harmony, o200k):
+    """Return a function that sends a body and returns the response and the engine's requests."""
+
+    def ask(*bodies, config=None):
+        async def scenario():
+            line = lab.line(o200k.encode_with_control(HOW))
+            async with lab.serving(line, formatter=harmony, config=config) as server:
+                responses = [await server.chat(**body) for body in bodies]
+                return responses, server.engine.requests
+
+        return lab.run(scenario)
+
+    return ask
+
+
+@pytest.fixture
+def texts_of(o200k):
+    """Return a function from a request to its grammars, token ids written as the tokens' names."""
+
+    def texts(request: Request):
+        assert request.constraint is not None
+        found = []
+        for grammar in request.constraint.grammars:
+            text = grammar.text
+            for token in set(int(t) for t in _ids(text)):
+                name = o200k.token_bytes(token).decode()
+                text = text.replace(f"<[{token}]>", name)
+            found.append(text)
+        return found
+
+    return texts
+
+
+def _ids(text):
+    return [part.partition("]>")[0] for part in text.split("<[")[1:]]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"tools": TOOLS},
+        {"tools": TOOLS, "tool_choice": "auto"},
+        {"tools": TOOLS, "tool_choice": "none"},
+        {"response_format": {"type": "text"}},
+        {"tools": [_tool("f", strict=True)], "tool_choice": "none"},
+        {"tools": [_tool("f", strict=False)]},
+    ],
+    ids=str,
+)
+def test_nothing_waits_where_no_form_was_asked_for(ask, body):
+    [response], [request] = ask(body)
+    assert response.status_code == 200
+    assert request.constraint is None
+
+
+@pytest.mark.parametrize(
+    ("body", "first", "later"),
+    [
+        ({"response_format": _format(OBJECT)}, {"analysis", "final"}, {"final"}),
+        ({"response_format": {"type": "json_object"}}, {"analysis", "final"}, {"final"}),
+        (
+            {"response_format": _format(OBJECT), "tools": TOOLS},
+            {"analysis", "final", "f", "g"},
+            {"final", "f", "g"},
+        ),
+        ({"tools": TOOLS, "tool_choice": "required"}, {"analysis", "f", "g"}, {"f", "g"}),
+        ({"tools": TOOLS, "tool_choice": _named("g")}, {"analysis", "g"}, {"g"}),
+        ({"tools": TOOLS, "tool_choice": _allowed("required", "f")}, {"analysis", "f"}, {"f"}),
+        (
+            {"tools": TOOLS, "tool_choice": _allowed("auto", "f")},
+            {"analysis", "preamble", "final", "f"},
+            {"analysis", "preamble", "final", "f"},
+        ),
+        (
+            {"tools": [_tool("f", strict=True), _tool("g")]},
+            {"analysis", "preamble", "final", "f", "g"},
+            {"analysis", "preamble", "final", "f", "g"},
+        ),
+    ],
+    ids=lambda value: None,
+)
+def test_the_messages_that_may_be_written(ask, texts_of, o200k, body, first, later):
+    [response], [request] = ask(body)
+    assert response.status_code == 200
+    grammars = request.constraint.grammars
+    assert [g.starts for g in grammars] == [[[]], [[o200k.control_id("<|end|>")]]]
+    assert [_messages(text) for text in texts_of(request)] == [first, later]
+    ends = {o200k.control_name(i) for i in range(o200k.vocab_size)} - {None}
+    ends -= {o200k.control_name(i) for i in request.constraint.banned_ids}
+    is_open = "preamble" in first
+    assert ends == ({"<|end|>", "<|return|>", "<|call|>"} if is_open else {"<|end|>"})
+
+
+def _messages(text):
+    """The names of a grammar's messages; calls by the function."""
+    found = set()
+    for line in text.splitlines()[1:]:
+        name, _, rule = line.partition(":")
+        if name.startswith("call_"):
+            name = rule.partition(" = functions .")[2].split()[0]
+        found.add(name)
+    return found
+
+
+def test_arguments_follow_strict_schemas_and_are_free_otherwise(ask, texts_of):
+    strict, free = _tool("f", strict=True), _tool("g")
+    body = {"tools": [strict, free]}
+    _, [request] = ask(body)
+    lines = {line.partition(":")[0]: line for line in texts_of(request)[0].splitlines()}
+    assert '"additionalProperties": false' in lines["call_0"]
+    assert lines["call_0"].endswith("<|call|>")
+    assert lines["call_1"].endswith("<|message|>")
+
+
+def test_a_forced_call_without_strict_takes_any_object_where_its_schema_cannot_be_enforced(
+    ask, texts_of
+):
+    odd = _tool("f", parameters={"type": "object", "properties": {"a": {"not": {}}}})
+    late = _tool(
+        "f", parameters={"oneOf": [{"type": "object"}, {"type": "object", "minProperties": 1}]}
+    )
+    for tool in (odd, late, _tool("f", parameters=None)):
+        [response], [request] = ask({"tools": [tool], "tool_choice": "required"})
+        assert response.status_code == 200
+        assert '%json {"type": "object", "x-guidance"' in texts_of(request)[0]
+
+
+NOT = {"type": "object", "properties": {"a": {"not": {}}}}
+LATE = {"oneOf": [{"type": "number"}, {"type": "integer"}]}
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param", "word"),
+    [
+        (
+            {"response_format": _format(NOT)},
+            "unsupported_value",
+            "response_format.json_schema.schema",
+            "'not'",
+        ),
+        ({"response_format": _format(LATE)}, "unsupported_value", "response_format", "oneOf"),
+        (
+            {"response_format": _format(3)},
+            "invalid_request",
+            "response_format.json_schema.schema",
+            "3",
+        ),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "invalid_request",
+            "response_format.schema",
+            "missing",
+        ),
+        ({"response_format": {"type": "yaml"}}, "invalid_request", "response_format", "yaml"),
+        ({"response_format": "json"}, "invalid_request", "response_format", "json"),
+        (
+            {"response_format": _format(OBJECT, regex="a")},
+            "invalid_request",
+            "response_format.json_schema",
+            "regex",
+        ),
+        (
+            {"response_format": _format({"pattern": "(?=a)", "type": "string"})},
+            "unsupported_value",
+            "response_format",
+            "look-around",
+        ),
+        (
+            {"tools": [_tool("f", strict=True, parameters=NOT)]},
+            "unsupported_value",
+            "tools[0].function.parameters",
+            "'not'",
+        ),
+        (
+            {"tools": [_tool("f", strict=True, parameters={"type": "string"})]},
+            "invalid_request",
+            "tools[0].function.parameters",
+            "allowed: object",
+        ),
+        ({"tool_choice": "required"}, "invalid_request", "tool_choice", "without tools"),
+        ({"tools": TOOLS, "tool_choice": "always"}, "invalid_request", "tool_choice", "always"),
+        ({"tools": TOOLS, "tool_choice": _named("h")}, "invalid_request", "tool_choice", "f, g"),
+        (
+            {"tools": TOOLS, "tool_choice": _allowed("auto")},
+            "invalid_request",
+            "tool_choice",
+            "allowed_tools",
+        ),
+        ({"tools": TOOLS, "tool_choice": 7}, "invalid_request", "tool_choice", "7"),
+        (
+            {"tools": TOOLS, "tool_choice": "required", "min_tokens": 3},
+            "invalid_request",
+            "min_tokens",
+            "leave min_tokens out",
+        ),
+        (
+            {"response_format": {"type": "json_object"}, "ignore_eos": True},
+            "invalid_request",
+            "ignore_eos",
+            "leave ignore_eos out",
+        ),
+        (
+            {"tools": [_tool(f"f{i}") for i in range(200)], "tool_choice": "required"},
+            "invalid_request",
+            "tools",
+            "allowed: 128",
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_enforced_is_refused(ask, body, code, param, word):
+    [response], requests = ask(body)
+    assert requests == []
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, code, param)
+    assert word in error["message"]
+
+
+def test_a_schema_past_the_limit_is_refused_with_numbers(ask):
+    config = FrontendConfig(conversation_date="none", max_schema_bytes=1024)
+    body = {"response_format": _format({"enum": ["x" * 2000]})}
+    [response], _ = ask(body, config=config)
+    assert response.status_code == 400
+    assert "allowed: 1024" in response.json()["error"]["message"]
+
+
+def test_a_build_that_takes_too_long_is_refused(ask, monkeypatch):
+    import time
+
+    from rose.frontend.grammar import build
+
+    monkeypatch.setattr(build, "schema_problem", lambda _: time.sleep(0.3))
+    config = FrontendConfig(conversation_date="none", grammar_build_seconds=0.05)
+    [response], requests = ask({"response_format": _format(OBJECT)}, config=config)
+    assert requests == []
+    assert response.status_code == 400
+    assert "more than 0.05 s" in response.json()["error"]["message"]
+
+
+def test_a_shape_is_built_once(ask, monkeypatch):
+    from rose.frontend.grammar import build
+
+    calls = []
+    problem = build.schema_problem
+    monkeypatch.setattr(build, "schema_problem", lambda s: calls.append(s) or problem(s))
+    body = {"response_format": _format(OBJECT)}
+    responses, requests = ask(body, copy.deepcopy(body), {**body, "temperature": 0})
+    assert [r.status_code for r in responses] == [200] * 3
+    assert len(calls) == 1
+    assert len({r.constraint.grammars[0].text for r in requests}) == 1
+
+
+def test_every_choice_is_constrained(ask):
+    [response], requests = ask({"response_format": _format(OBJECT), "n": 3})
+    assert response.status_code == 200
+    assert [r.constraint is not None for r in requests] == [True] * 3
+    assert len(response.json()["choices"]) == 3
