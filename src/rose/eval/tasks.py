@@ -29,11 +29,11 @@ TASKS: dict[str, Draw] = {
 }
 SHARES: dict[str, float] = {
     "arithmetic": 16,
-    "copy": 8,
+    "copy": 10,
     "reverse": 12,
-    "sort": 5,
-    "count": 4,
-    "far_copy": 4,
+    "sort": 6,
+    "count": 5,
+    "far_copy": 6,
     "span_copy": 2,
     "tool_call": 16,
     "tool_result": 9,

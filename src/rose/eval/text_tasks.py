@@ -126,7 +126,7 @@ def sort(source: random.Random) -> Example:
         messages=[user(f"Sort these words: {', '.join(items)}")],
         reasoning=by_effort(
             effort,
-            "Alphabetical order.",
+            f"{first}.",
             f"By first letters: {first}.",
             f"There are {len(items)} words. By first letters: {first}. That is the order.",
         ),
@@ -173,16 +173,20 @@ def _notes(source: random.Random, num_words: int) -> list[tuple[str, str]]:
 
 
 def recalled(name: str, text: str, *, task: str, effort: str, notes: str = "") -> Example:
-    """Ask for one note; `notes` stand before the question, or came earlier."""
+    """Ask for one note; `notes` stand before the question, or came earlier.
+
+    The reasoning writes the note's name and beginning as they stand in the notes: from there on it is copying.
+    """
+    begin = " ".join(text.split()[:5])
     return Example(
         task=task,
         key=f"recall {name} {text}",
         messages=[user(f"{notes}Repeat the note {name} exactly.")],
         reasoning=by_effort(
             effort,
-            f"{name}.",
-            f"The note {name} is asked for.",
-            f"The note {name} is asked for. It begins with {' '.join(text.split()[:3])}. I repeat it.",
+            f"{name}: {begin}",
+            f"I look for {name}: {begin}",
+            f"The note {name} is asked for. I look for its name. {name}: {begin}",
         ),
         content=text,
         effort=effort,
@@ -209,8 +213,9 @@ def long_copy(source: random.Random) -> Example:
 
 
 def far_copy(source: random.Random) -> Example:
-    """Repeat a note 100 to 500 words back: past the window, short of `long_copy`."""
-    return _recall(source, "far_copy", source.randint(100, 500), early=1.0)
+    """Repeat a note 30 to 500 words back: mostly past the window, short of `long_copy`."""
+    most = source.choice([60, 150, 500])
+    return _recall(source, "far_copy", source.randint(30, most), early=1.0)
 
 
 def span_copy(source: random.Random) -> Example:
