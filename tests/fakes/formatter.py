@@ -97,6 +97,13 @@ class FakeDecoder:
             deltas += taken
         return deltas
 
+    def plain(self, token_id):
+        return ""
+
+    @property
+    def continues(self):
+        raise AssertionError("there is no short way here")
+
     def finish(self, reason):
         if reason == "length":
             self._answer.finish_reason = "length"

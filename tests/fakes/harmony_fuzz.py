@@ -14,11 +14,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from rose.frontend.chat import ChatFold, ChatWriter
+from rose.frontend.formatters.base import Delta
 from rose.frontend.formatters.harmony.answer import SEPARATOR, HarmonyDecoder
 from rose.frontend.formatters.harmony.parse import HarmonyParser
 from rose.frontend.generation import ChoiceRun, Job, Piece
 from rose.frontend.schemas import encode
-from rose.frontend.stream import sse_lines
+from rose.frontend.sse import sse_lines
 from rose.frontend.tokenizer import Tokenizer, decode
 from rose.protocol.event import TokensEvent
 
@@ -185,6 +186,9 @@ class Checker:
         cuts = sorted({0, len(tokens), *self._draw.choices(range(len(tokens) + 1), k=2)})
         whole, _ = self._read(tokens, reason, cuts)
         assert whole == streamed, f"the cut {cuts} changes the answer: {whole} {streamed}"
+        short, short_deltas = self._read_short(tokens, reason)
+        assert short == streamed, f"the short way changes the answer: {short} {streamed}"
+        assert _merged(short_deltas) == _merged(deltas)
         _check_streams(streamed, deltas)
         parser = HarmonyParser(self._tokenizer)
         events = parser.push(tokens) + parser.finish()
@@ -234,17 +238,25 @@ class Checker:
             is_stream=True,
             with_usage=False,
         )
-        writer, fold, sent = ChatWriter(job), ChatFold(job), []
-        taken = (
-            lambda cut=cut: choice.take(TokensEvent(request_id="", token_ids=cut)) for cut in cuts
-        )
-        for take in (*taken, lambda: choice.finish(reason)):
-            if choice.finish_reason is None:
-                deltas = take()
-                piece = Piece(index=0, deltas=deltas, finish_reason=choice.finish_reason)
-                chunks = writer.chunks(piece)
-                fold.add(chunks)
-                sent.append(sse_lines(chunks))
+        writer, whole_writer, fold, sent = ChatWriter(job), ChatWriter(job), ChatFold(job), []
+        for cut in (*cuts, None):
+            if choice.finish_reason is not None:
+                break
+            event = TokensEvent(request_id="", token_ids=cut or [])
+            text = choice.plain(event) if sent and cut is not None else ""
+            if text:  # as `ChunkSource` does it
+                sent.append(encode(text).join(writer.template(0, *choice.continues)))
+                kind, index = choice.continues
+                deltas = [Delta(kind=kind, index=index, text=text)]
+            else:
+                deltas = choice.finish(reason) if cut is None else choice.take(event)
+            piece = Piece(index=0, deltas=deltas, finish_reason=choice.finish_reason)
+            chunks = whole_writer.chunks(piece)
+            fold.add(chunks)
+            if text:
+                assert sent[-1] == sse_lines(chunks), "a template is what encoding gives"
+            else:
+                sent.append(writer.lines(piece))
         return sent, fold
 
     def _read(self, tokens: Sequence[int], reason: str, cuts: Sequence[int]):
@@ -252,6 +264,19 @@ class Checker:
         deltas = []
         for place, end in itertools.pairwise(cuts):
             deltas += decoder.push(tokens[place:end])
+        deltas += decoder.finish(reason)
+        return decoder.answer(), deltas
+
+    def _read_short(self, tokens: Sequence[int], reason: str):
+        decoder = HarmonyDecoder(self._tokenizer, DECLARED)
+        deltas = []
+        for token in tokens:
+            text = decoder.plain(token)
+            if text:
+                kind, index = decoder.continues
+                deltas.append(Delta(kind=kind, index=index, text=text))
+            else:
+                deltas += decoder.push([token])
         deltas += decoder.finish(reason)
         return decoder.answer(), deltas
 
@@ -299,6 +324,18 @@ def _fold_stream(raw: bytes) -> dict:
             else:
                 function = found["tool_calls"][piece["index"]]["function"]
                 function["arguments"] += piece["function"]["arguments"]
+    return found
+
+
+def _merged(deltas) -> list:
+    """Join what continues the delta before."""
+    found = []
+    for delta in deltas:
+        key = (delta.kind, delta.index, delta.name)
+        if found and found[-1][0] == key and delta.kind != "tool_call":
+            found[-1][1] += delta.text
+        else:
+            found.append([key, delta.text])
     return found
 
 

@@ -67,6 +67,15 @@ def test_delays_hold_tokens_back():
     assert engine.status().num_running == 1
 
 
+def test_requests_of_one_delay_take_their_steps_together():
+    engine = _engine(ScriptLine(tokens=[1, 2], delay_ms=100))
+    engine.take(_request("a"), 0.01)
+    engine.take(_request("b"), 0.09)
+    for now in (0.11, 0.21):
+        events = [e for e in engine.step(now) if isinstance(e, TokensEvent)]
+        assert [e.request_id for e in events] == ["a", "b"]
+
+
 def test_an_abort_ends_a_request_without_a_word():
     engine = _engine(ScriptLine(tokens=[1, 2], delay_ms=100))
     engine.take(_request(), 0.0)

@@ -14,6 +14,7 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from rose.frontend.access import KeyCheck, Origins
 from rose.frontend.body import parsed, read_body, timeout_of
@@ -37,7 +38,8 @@ from rose.frontend.schemas import (
     ModelList,
     encode,
 )
-from rose.frontend.stream import AnswerResponse, ChunkSource, Fold, Writer
+from rose.frontend.sse import ChunkWriter
+from rose.frontend.stream import SERVER_SEND, AnswerResponse, ChunkSource, Fold
 from rose.frontend.token_routes import TokenRoutes
 
 ENDPOINTS = {
@@ -103,7 +105,9 @@ class Routes:
         """GET /metrics, for Prometheus."""
         return Response(self._metrics.render(), media_type=PROMETHEUS)
 
-    def _chunked(self, request: Request, job: Job, writer: Writer, fold: Fold) -> AnswerResponse:
+    def _chunked(
+        self, request: Request, job: Job, writer: ChunkWriter, fold: Fold
+    ) -> AnswerResponse:
         source = ChunkSource(self._client, job, writer=writer, fold=fold, metrics=self._metrics)
         timeout_s = timeout_of(request, self._config.request_timeout_s)
         return AnswerResponse(source, self._metrics, timeout_s=timeout_s)
@@ -171,7 +175,7 @@ def create_app(
         metrics.disconnected(_endpoint(request.url.path))
         return _error_response(RequestError("client_disconnected", "the client left"))
 
-    app = Starlette(
+    app = _App(
         routes=[
             Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
             Route("/v1/completions", routes.completions, methods=["POST"]),
@@ -203,6 +207,15 @@ def create_app(
 def _endpoint(path: str) -> str:
     is_response = path == RESPONSES or path.startswith(f"{RESPONSES}/")
     return "responses" if is_response else ENDPOINTS.get(path, "other")
+
+
+class _App(Starlette):
+    """Remembers the server's own `send`; see SERVER_SEND."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        scope[SERVER_SEND] = send
+        await super().__call__(scope, receive, send)
 
 
 def _read_chat(raw: bytes) -> tuple[dict[str, Any], ChatRequest]:

@@ -28,12 +28,14 @@ from rose.frontend.schemas import (
     ToolCallPiece,
     TopLogprob,
 )
+from rose.frontend.sse import ChunkWriter
 
 
-class ChatWriter:
+class ChatWriter(ChunkWriter):
     """Writes the chunks of one chat answer."""
 
     def __init__(self, job: Job) -> None:
+        super().__init__()
         self._job = job
         self._begun: set[int] = set()
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -27,6 +29,9 @@ from rose.protocol.request import Abort, Request, StatusQuery, ToEngine
 from rose.utils.log import get_logger
 
 RequestEvent = TokensEvent | FinishedEvent | ErrorEvent
+Shortcut = Callable[[TokensEvent], TokensEvent | bytes | Exception | None]
+"""Takes tokens on the spot, without a turn of the event loop for whoever waits for them. Returns what is left for the
+reader: nothing, the event untouched, bytes that could not be sent at once, or what went wrong; never raises."""
 QUERY_SECONDS = 1.0
 """How often the engine is asked for its state."""
 WATCH_SECONDS = 0.1
@@ -39,6 +44,10 @@ nobody waits more than 5 s for an answer or an error."""
 NOT_BEGUN: ErrorCode = "engine_unavailable"
 
 logger = get_logger(__name__)
+
+
+TURN_SECONDS = 0.002
+"""How long events are taken in one go while other work waits."""
 
 
 class Channel(Protocol):
@@ -243,6 +252,7 @@ class EngineClient:
             task.add_done_callback(self._sending.discard)
 
     async def _listen(self, channel: Channel) -> None:
+        yielded = time.monotonic()
         while True:
             try:
                 events = await channel.receive()
@@ -253,12 +263,25 @@ class EngineClient:
                 continue
             self._note_sign()
             for event in events:
-                self._route(event)
+                # Tokens first and by hand: everything else is rare.
+                if isinstance(event, TokensEvent):
+                    submission = self._open.get(event.request_id)
+                    if (
+                        submission is not None
+                    ):  # else aborted: the engine had not yet read the abort
+                        submission.put(event)
+                else:
+                    self._route(event)
+            # A channel that is never empty would let nobody else run. Not after every frame: what is sent to one
+            # client in a turn of the loop leaves in one write, which is how a server that falls behind catches up.
+            if time.monotonic() - yielded > TURN_SECONDS:
+                await asyncio.sleep(0)
+                yielded = time.monotonic()
 
     def _note_sign(self) -> None:
         self._last_sign, self._silence_s = time.monotonic(), 0.0
 
-    def _route(self, event: FromEngine) -> None:
+    def _route(self, event: EngineStatus | FinishedEvent | ErrorEvent) -> None:
         if isinstance(event, EngineStatus):
             self.status = event
             if event.is_ready and not self._has_been_ready:
@@ -269,11 +292,10 @@ class EngineClient:
             return
         submission = self._open.get(event.request_id)
         if submission is None:
-            return  # aborted: the engine had not yet read the abort
+            return
         if isinstance(event, ErrorEvent) and event.code == NOT_BEGUN and self._hold(submission):
             return
-        if not isinstance(event, TokensEvent):
-            self.forget(event.request_id)
+        self.forget(event.request_id)
         submission.put(event)
 
     async def _watch(self) -> None:
@@ -341,7 +363,10 @@ class Submission:
 
     def __init__(self, client: EngineClient, requests: tuple[Request, ...]) -> None:
         self._client = client
-        self._queue: asyncio.Queue[RequestEvent] = asyncio.Queue()
+        self._events: deque[RequestEvent | bytes | Exception] = deque()
+        self._reader: asyncio.Future[None] | None = None
+        self.shortcut: Shortcut | None = None
+        """Asked about tokens while the reader waits for them."""
         self._unread = {request.request_id for request in requests}
         self.requests = requests
         self.pending = dict.fromkeys(request.request_id for request in requests)
@@ -358,9 +383,21 @@ class Submission:
     def put(self, event: RequestEvent) -> None:
         """Take an event from the engine; for the client."""
         self.has_begun = True
+        left: RequestEvent | bytes | Exception | None = event
+        reader = self._reader
+        is_waiting = (
+            reader is not None and not reader.done()
+        )  # done: cancelled, nobody reads any more
         if not isinstance(event, TokensEvent):
             self.pending.pop(event.request_id, None)
-        self._queue.put_nowait(event)
+        elif is_waiting and self.shortcut is not None:
+            left = self.shortcut(event)
+            if left is None:
+                return
+        self._events.append(left)
+        if is_waiting and reader is not None:
+            self._reader = None
+            reader.set_result(None)
 
     def fail(self, message: str, code: ErrorCode) -> None:
         """End all that is pending with an error; for the client."""
@@ -397,11 +434,17 @@ class Submission:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> RequestEvent:
+    async def __anext__(self) -> RequestEvent | bytes:
         if not self._unread:
             raise StopAsyncIteration
-        event = await self._queue.get()
-        if not isinstance(event, TokensEvent):
+        if not self._events:
+            # By hand, because a queue costs as much again: this is done for every token of every stream.
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        event = self._events.popleft()
+        if isinstance(event, Exception):
+            raise event
+        if not isinstance(event, TokensEvent | bytes):
             self._unread.discard(event.request_id)
         return event
 

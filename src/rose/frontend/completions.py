@@ -9,12 +9,14 @@ from msgspec import UNSET
 from rose.frontend.generation import Job, Piece
 from rose.frontend.logprobs import TokenScore
 from rose.frontend.schemas import Completion, CompletionChoice, CompletionLogprobs
+from rose.frontend.sse import ChunkWriter
 
 
-class CompletionWriter:
+class CompletionWriter(ChunkWriter):
     """Writes the chunks of one text completion."""
 
     def __init__(self, job: Job) -> None:
+        super().__init__()
         self._job = job
 
     def chunks(self, piece: Piece) -> list[Completion]:

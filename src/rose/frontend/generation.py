@@ -13,9 +13,11 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rose.frontend.client import EngineClient
+from msgspec import Struct
+
+from rose.frontend.client import EngineClient, RequestEvent, Submission
 from rose.frontend.errors import RequestError
-from rose.frontend.formatters.base import Answer, AnswerDecoder, Delta
+from rose.frontend.formatters.base import Answer, AnswerDecoder, Delta, DeltaKind
 from rose.frontend.logprobs import ContentLogprobs
 from rose.frontend.metrics import Metrics
 from rose.frontend.reasoning import ReasoningMode, shown
@@ -72,6 +74,8 @@ class ChoiceRun:
         self._reasoning: ReasoningMode = reasoning
         self._echo = echo
         """Text still to be sent before the answer's; no stop string is searched in it."""
+        self._passes_all = not stop_strings and max_calls is None and not calls_as_text
+        self._is_simple = self._passes_all and logprobs is None and reasoning == "visible"
         if reasoning == "debug":
             decoder.reveal()
         if is_separate:
@@ -80,7 +84,8 @@ class ChoiceRun:
     def take(self, event: TokensEvent) -> list[Delta]:
         """Take tokens; return what they add to the answer. `finish_reason` is set where they end it early."""
         self.num_output_tokens += len(event.token_ids)
-        self.num_cached_tokens = max(self.num_cached_tokens, event.num_cached_tokens)
+        if event.num_cached_tokens > self.num_cached_tokens:
+            self.num_cached_tokens = event.num_cached_tokens
         if self._logprobs is not None and event.logprobs is not None:
             deltas = self._take_scored(self._logprobs, event)
         else:
@@ -88,6 +93,20 @@ class ChoiceRun:
         if self.finish_reason is not None:
             self._close("stop")
         return self._echoed(shown(deltas, self._reasoning))
+
+    def plain(self, event: TokensEvent) -> str:
+        """Take one token the short way; see `AnswerDecoder.plain`. Empty: `take` must take the event."""
+        if not self._is_simple or self.num_output_tokens == 0 or len(event.token_ids) != 1:
+            return ""
+        text = self._decoder.plain(event.token_ids[0])
+        if text:
+            self.num_output_tokens += 1
+        return text
+
+    @property
+    def continues(self) -> tuple[DeltaKind, int]:
+        """Return kind and index of the delta that `plain` has just left out."""
+        return self._decoder.continues
 
     def finish(self, reason: str) -> list[Delta]:
         """Take the engine's end; return what was held back."""
@@ -152,6 +171,8 @@ class ChoiceRun:
 
     def _filter(self, deltas: list[Delta]) -> list[Delta]:
         """Cut at a stop string in content, and before a call beyond the allowed number."""
+        if self._passes_all:
+            return deltas
         passed: list[Delta] = []
         for delta in map(_call_as_text, deltas) if self._calls_as_text else deltas:
             if delta.kind == "content":
@@ -187,8 +208,7 @@ def _call_as_text(delta: Delta) -> Delta:
     return delta
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Piece(Struct, frozen=True, kw_only=True):
     """What one event added to one choice."""
 
     index: int
@@ -339,24 +359,50 @@ async def pieces(client: EngineClient, job: Job, metrics: Metrics) -> AsyncGener
 
     Raises  RequestError where the engine refuses or fails; pieces already yielded stay true.
     """
-    by_id = {request.request_id: run for request, run in zip(job.requests, job.runs, strict=True)}
-    watch = metrics.watch(job.started)
+    maker = PieceMaker(job, metrics)
     async with client.submit(*job.requests) as events:
         async for event in events:
-            if isinstance(event, ErrorEvent):
-                raise RequestError.of_event(event)
-            run = by_id[event.request_id]
-            if isinstance(event, FinishedEvent):
-                yield _last_piece(run, event)
-                continue
-            watch.tokens(event.request_id, len(event.token_ids))
-            is_first = run.num_output_tokens == 0
-            deltas = run.take(event)
-            if run.finish_reason is not None:
-                events.abort(event.request_id)
-            # The first tokens open the answer even where they are a header without text.
-            if deltas or is_first or run.finish_reason is not None:
-                yield Piece(index=run.index, deltas=deltas, finish_reason=run.finish_reason)
+            assert not isinstance(event, bytes), "only a shortcut leaves bytes"
+            piece = maker.take(event, events)
+            if piece is not None:
+                yield piece
+
+
+class PieceMaker:
+    """Events of one job to pieces, one by one: what `pieces` does, for who waits for the events himself."""
+
+    def __init__(self, job: Job, metrics: Metrics) -> None:
+        pairs = zip(job.requests, job.runs, strict=True)
+        self._runs = {request.request_id: run for request, run in pairs}
+        self._watch = metrics.watch(job.started)
+
+    def plain(self, event: TokensEvent) -> tuple[ChoiceRun, str]:
+        """Take tokens the short way, if there is one: return the choice and the text, empty: `take` must take them."""
+        run = self._runs[event.request_id]
+        text = run.plain(event)
+        if text:
+            self._watch.token(event.request_id)
+        return run, text
+
+    def take(self, event: RequestEvent, events: Submission) -> Piece | None:
+        """Return what an event adds, if anything; a request whose answer is complete early is aborted.
+
+        Raises  RequestError where the engine refuses or fails.
+        """
+        if isinstance(event, ErrorEvent):
+            raise RequestError.of_event(event)
+        run = self._runs[event.request_id]
+        if isinstance(event, FinishedEvent):
+            return _last_piece(run, event)
+        self._watch.tokens(event.request_id, len(event.token_ids))
+        is_first = run.num_output_tokens == 0
+        deltas = run.take(event)
+        if run.finish_reason is not None:
+            events.abort(event.request_id)
+        # The first tokens open the answer even where they are a header without text.
+        if deltas or is_first or run.finish_reason is not None:
+            return Piece(index=run.index, deltas=deltas, finish_reason=run.finish_reason)
+        return None
 
 
 def _last_piece(run: ChoiceRun, event: FinishedEvent) -> Piece:

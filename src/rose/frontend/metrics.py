@@ -6,11 +6,20 @@ One registry per application, so that tests and several servers in one process d
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 if TYPE_CHECKING:
     from rose.frontend.client import EngineClient
@@ -64,12 +73,10 @@ class Metrics:
             buckets=FIRST_TOKEN_SECONDS,
             registry=registry,
         )
-        self._token = Histogram(
-            "rose_inter_token_latency_seconds",
-            "Between tokens of one answer, per token",
-            buckets=TOKEN_SECONDS,
-            registry=registry,
+        self._token = _TokenTimes(
+            "rose_inter_token_latency_seconds", "Between tokens of one answer, per token"
         )
+        registry.register(self._token)
         self._request = Histogram(
             "rose_request_seconds",
             "From a request's arrival to the end of its answer",
@@ -136,10 +143,29 @@ class _WithoutCreated:
             yield metric
 
 
+class _TokenTimes(Collector):
+    """A histogram that is written for every token of every stream: several at once, by one thread, without locks."""
+
+    def __init__(self, name: str, text: str) -> None:
+        self._name, self._text = name, text
+        self._counts = [0] * (len(TOKEN_SECONDS) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float, count: int) -> None:
+        """Count tokens that took `seconds` each."""
+        self._counts[bisect_left(TOKEN_SECONDS, seconds)] += count
+        self._sum += seconds * count
+
+    def collect(self) -> Iterator[Metric]:
+        bounds = [*map(floatToGoString, TOKEN_SECONDS), "+Inf"]
+        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
+        yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
+
+
 class TokenWatch:
     """Times between the tokens of one client request."""
 
-    def __init__(self, first: Histogram, between: Histogram, started: float) -> None:
+    def __init__(self, first: Histogram, between: _TokenTimes, started: float) -> None:
         self._first = first
         self._between = between
         self._started = started
@@ -153,8 +179,14 @@ class TokenWatch:
         if before is None:
             self._first.observe(now - self._started)
             return
-        for _ in range(count):
-            self._between.observe((now - before) / count)
+        self._between.observe((now - before) / count, count)
+
+    def token(self, request_id: str) -> None:
+        """Take note of one token that is not the first."""
+        now = time.monotonic()
+        last = self._last
+        self._between.observe(now - last[request_id], 1)
+        last[request_id] = now
 
 
 class _EngineCollector:

@@ -7,19 +7,23 @@ after it becomes an `error` event. Knows chunks and bytes, not what is in them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Protocol
 
 from starlette.types import Receive, Scope, Send
 
-from rose.frontend.client import EngineClient
+from rose.frontend.client import EngineClient, Submission
 from rose.frontend.errors import RequestError, error_body
-from rose.frontend.generation import Job, Piece, pieces
+from rose.frontend.formatters.base import DeltaKind
+from rose.frontend.generation import ChoiceRun, Job, PieceMaker, pieces
 from rose.frontend.metrics import Metrics
 from rose.frontend.middleware import current_request_id, log_failure
 from rose.frontend.reply import send_error, send_json, start
 from rose.frontend.schemas import encode
+from rose.frontend.sse import DONE, ChunkWriter, sse_event, sse_lines
+from rose.protocol.event import TokensEvent
 from rose.utils.log import get_logger
 
 SSE_HEADERS = {
@@ -27,16 +31,15 @@ SSE_HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
-DONE = b"data: [DONE]\n\n"
+SERVER_SEND = "rose.server_send"
+"""In the scope: the `send` of the HTTP server itself. Nobody between looks at the body of an answer that has begun, so
+the parts of a stream go straight there; for every token of every stream that counts."""
 
 logger = get_logger(__name__)
 
 
-class Writer(Protocol):
-    """Makes chunks of pieces: `ChatWriter` or `CompletionWriter`."""
-
-    def chunks(self, piece: Piece) -> list[Any]: ...
-    def usage_chunk(self) -> Any: ...
+SendNow = Callable[[bytes], bool]
+"""Sends a part of a begun answer if that needs no waiting; False: nothing was sent."""
 
 
 class AnswerSource(Protocol):
@@ -67,20 +70,11 @@ class Fold(Protocol):
     def completion(self) -> Any: ...
 
 
-def sse_lines(chunks: Iterable[Any]) -> bytes:
-    """Return chunks as server-sent events; JSON holds no raw line break, so one data line each is right."""
-    return b"".join(_event(encode(chunk)) for chunk in chunks)
-
-
-def _event(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"
-
-
 class ChunkSource:
     """A job answered in chunks: chat and text completions."""
 
     def __init__(
-        self, client: EngineClient, job: Job, *, writer: Writer, fold: Fold, metrics: Metrics
+        self, client: EngineClient, job: Job, *, writer: ChunkWriter, fold: Fold, metrics: Metrics
     ) -> None:
         self.endpoint = job.endpoint
         self.answer_id = job.answer_id
@@ -90,14 +84,51 @@ class ChunkSource:
         self._writer = writer
         self._fold = fold
         self._metrics = metrics
+        self.send_now: SendNow | None = None
+        """Set once parts can be sent past the generator, which then only yields what is left."""
+        self._run: ChoiceRun | None = None
+        self._continues: tuple[DeltaKind, int] | None = None
+        self._parts: list[bytes] = []
 
     async def parts(self) -> AsyncGenerator[bytes, None]:
         """Yield the chunks as they come."""
-        async with aclosing(pieces(self._client, self._job, self._metrics)) as source:
-            async for piece in source:
-                yield sse_lines(self._writer.chunks(piece))
+        maker = PieceMaker(self._job, self._metrics)
+        async with self._client.submit(*self._job.requests) as events:
+            events.shortcut = partial(self._send_at_once, maker, events)
+            async for event in events:
+                if isinstance(event, bytes):
+                    yield event
+                    continue
+                piece = maker.take(event, events)
+                if piece is not None:
+                    yield self._writer.lines(piece)
         self._metrics.finished(self._job)
         yield (sse_lines([self._writer.usage_chunk()]) if self._job.with_usage else b"") + DONE
+
+    def _send_at_once(
+        self, maker: PieceMaker, events: Submission, event: TokensEvent
+    ) -> TokensEvent | bytes | Exception | None:
+        """Send tokens while `parts` waits for them: see `client.Shortcut`."""
+        if self.send_now is None:
+            return event
+        try:
+            run, text = maker.plain(event)
+            if text:
+                part = encode(text).join(self._template(run))
+                return None if self.send_now(part) else part
+            piece = maker.take(event, events)
+            part = b"" if piece is None else self._writer.lines(piece)
+            is_end = piece is not None and piece.finish_reason is not None
+            return part if is_end or (part and not self.send_now(part)) else None
+        except Exception as bug:  # noqa: BLE001 - for the task of this answer; here it would end everybody's
+            return bug
+
+    def _template(self, run: ChoiceRun) -> list[bytes]:
+        # The same objects until another message of the choice begins, or another choice is written.
+        if run.continues is not self._continues or run is not self._run:
+            self._run, self._continues = run, run.continues
+            self._parts = self._writer.template(run.index, *run.continues)
+        return self._parts
 
     async def whole(self) -> bytes:
         """Return the chunks folded into one answer."""
@@ -109,7 +140,7 @@ class ChunkSource:
 
     async def failed(self, error: RequestError) -> bytes:
         """Return the error as an event, and the end."""
-        return _event(error_body(error)) + DONE
+        return sse_event(error_body(error)) + DONE
 
 
 class AnswerResponse:
@@ -125,6 +156,7 @@ class AnswerResponse:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or stop the work as soon as the client is gone."""
+        self._send_body = scope.get(SERVER_SEND, send)
         work = asyncio.ensure_future(self._answer(send))
         gone = asyncio.ensure_future(_until_disconnect(receive))
         try:
@@ -162,7 +194,19 @@ class AnswerResponse:
         async with aclosing(self._source.parts()) as parts:
             async for part in parts:
                 await self._send_part(send, part)
+                if isinstance(self._source, ChunkSource):
+                    self._source.send_now = self._send_now
         await self._send_part(send, b"", is_last=True)
+
+    def _send_now(self, part: bytes) -> bool:
+        # The server waits only for a client that does not read, and then before it writes anything.
+        step = self._send_body({"type": "http.response.body", "body": part, "more_body": True})
+        try:
+            step.send(None)
+        except StopIteration:
+            return True
+        step.close()
+        return False
 
     async def _whole(self, send: Send) -> None:
         await send_json(send, 200, await self._source.whole())

@@ -10,6 +10,7 @@ from rose.frontend.formatters.base import Delta
 from rose.frontend.formatters.tokens import TokensDecoder
 from rose.frontend.generation import ChoiceRun, Job, Piece
 from rose.frontend.logprobs import LOWEST
+from rose.frontend.sse import ChunkWriter
 from rose.frontend.token_schemas import TokenChoice, TokenCompletion, TokenLogprobEntry
 from rose.protocol.event import TokenLogprobs, TokensEvent
 
@@ -33,10 +34,11 @@ class TokenRun(ChoiceRun):
         return []
 
 
-class TokenWriter:
+class TokenWriter(ChunkWriter):
     """Writes the chunks of one answer."""
 
     def __init__(self, job: Job) -> None:
+        super().__init__()
         self._job = job
 
     def chunks(self, piece: Piece) -> list[TokenCompletion]:

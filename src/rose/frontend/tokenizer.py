@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+import weakref
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -146,16 +147,54 @@ class TextDecoder:
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.is_inside = False
+        """Whether a character has begun and not ended."""
 
     def push(self, piece: bytes) -> str:
         """Take bytes; return the text that is complete."""
-        return self._decoder.decode(piece)
+        text = self._decoder.decode(piece)
+        self.is_inside = bool(self._decoder.getstate()[0])
+        return text
 
     def finish(self) -> str:
         """Return what was held back (U+FFFD, or nothing) and begin anew."""
         rest = self._decoder.decode(b"", final=True)
         self._decoder.reset()
+        self.is_inside = False
         return rest
+
+
+class PlainTexts(dict[int, str]):
+    """Texts of ordinary tokens that are whole characters, empty for all others; filled as tokens are met."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = weakref.ref(tokenizer)
+
+    def __missing__(self, token_id: int) -> str:
+        """Return the text of a token that was not met before."""
+        tokenizer = self._tokenizer()
+        assert tokenizer is not None, "who asks has it"
+        text = ""
+        if tokenizer.control_name(token_id) is None:
+            try:
+                text = tokenizer.token_bytes(token_id).decode()
+            except UnicodeDecodeError:
+                text = ""  # a part of a character
+        if 0 <= token_id < tokenizer.vocab_size:  # no more entries than there are tokens
+            self[token_id] = text
+        return text
+
+
+_plain_texts: weakref.WeakKeyDictionary[Tokenizer, PlainTexts] = weakref.WeakKeyDictionary()
+
+
+def plain_texts(tokenizer: Tokenizer) -> PlainTexts:
+    """Return the texts of a vocabulary, the same for all who ask."""
+    found = _plain_texts.get(tokenizer)
+    if found is None:
+        found = _plain_texts[tokenizer] = PlainTexts(tokenizer)
+    return found
 
 
 def load_tokenizer(folder: str | Path | None) -> Tokenizer:

@@ -51,7 +51,8 @@ class ScriptLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     finish_reason: FinishReason | None = None
     """None: stop after the last token, or length where the request's limit comes first."""
     delay_ms: float = 0.0
-    """Before each event."""
+    """Between two events, and the most before the first: requests of one delay take their steps together, as in the
+    batch of an engine."""
     tokens_per_event: int = 1
     cached_tokens: int = 0
     error: ScriptError | str | None = None
@@ -122,7 +123,8 @@ class ScriptedEngine:
         if problem is not None:
             return [problem]
         line = next(self._lines)
-        due = now + line.delay_ms / 1000
+        step_s = line.delay_ms / 1000
+        due = (now // step_s + 1) * step_s if step_s else now
         deadline = None if message.timeout_s is None else now + message.timeout_s
         self._plays[message.request_id] = _Play(message, line, due, deadline)
         self._num_prompt_tokens += len(message.prompt_token_ids)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from msgspec import Struct
+
 from rose.frontend.formatters.shape import AnswerRules, AnswerShape
 from rose.protocol.grammar import Vocabulary
 from rose.utils.errors import RoseError
@@ -35,8 +37,19 @@ class ContentSpan:
     end: int
 
 
-@dataclass(slots=True, kw_only=True)
-class Delta:
+DeltaKind = Literal[
+    "content",
+    "reasoning",
+    "tool_call",
+    "tool_arguments",
+    "tokens",
+    "message",
+    "message_text",
+    "item",
+]
+
+
+class Delta(Struct, kw_only=True):
     """A piece of an answer, in the order in which it was written.
 
     content, reasoning: `text` continues that stream. tool_call: a call of `name` begins, with place `index`;
@@ -46,23 +59,14 @@ class Delta:
     item: message number `index` begins, what follows belongs to it; `name` is reasoning, commentary, final or call.
     """
 
-    kind: Literal[
-        "content",
-        "reasoning",
-        "tool_call",
-        "tool_arguments",
-        "tokens",
-        "message",
-        "message_text",
-        "item",
-    ]
+    kind: DeltaKind
     text: str = ""
     index: int = 0
     name: str = ""
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = []
     header: ParsedMessage | None = None
     """Of a message that begins; its content is empty."""
-    scores: list[Any] = field(default_factory=list)
+    scores: list[Any] = []
     """Log-probabilities of the tokens of this content (`logprobs.TokenScore`); decoders leave it empty."""
 
 
@@ -125,6 +129,19 @@ class AnswerDecoder(Protocol):
 
     def push(self, token_ids: Sequence[int]) -> list[Delta]:
         """Take sampled tokens, any number at a time; the cut into pushes does not change the answer."""
+        ...
+
+    def plain(self, token_id: int) -> str:
+        """Take a token if all it does is to continue the text that was last returned; return what it adds.
+
+        Empty: it was not taken, `push` must take it. The short way for nearly every token: `push` would have returned
+        one delta with this text, of the kind that `continues` names. A decoder need not have a short way.
+        """
+        ...
+
+    @property
+    def continues(self) -> tuple[DeltaKind, int]:
+        """Return kind and index of the delta that `plain` has just left out."""
         ...
 
     def finish(self, reason: str) -> list[Delta]:

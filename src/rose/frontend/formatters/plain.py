@@ -10,12 +10,13 @@ from rose.frontend.formatters.base import (
     Answer,
     ContentSpan,
     Delta,
+    DeltaKind,
     EncodedPrompt,
     FormatError,
     ParsedMessage,
     WithoutGrammars,
 )
-from rose.frontend.tokenizer import TextDecoder, Tokenizer, token_ids_of
+from rose.frontend.tokenizer import TextDecoder, Tokenizer, plain_texts, token_ids_of
 from rose.utils.errors import CheckpointError
 
 _ENDS = ("<|return|>", "<|call|>", "<|endoftext|>")
@@ -62,6 +63,7 @@ class PlainDecoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._text = TextDecoder()
+        self._plain_texts = plain_texts(tokenizer)
         self._pieces: list[str] = []
         self._reason = "stop"
         self._spans: list[ContentSpan] | None = None
@@ -90,6 +92,20 @@ class PlainDecoder:
             if self._spans is not None:
                 self._note(self._spans, pieces[-1], is_control=is_control)
         return self._add("".join(pieces))
+
+    def plain(self, token_id: int) -> str:
+        """Take a token that is whole characters."""
+        if self._text.is_inside or self._spans is not None:
+            return ""
+        text = self._plain_texts[token_id]
+        if text:
+            self._pieces.append(text)
+        return text
+
+    @property
+    def continues(self) -> tuple[DeltaKind, int]:
+        """Return that all is content."""
+        return "content", 0
 
     def finish(self, reason: str) -> list[Delta]:
         """Take the end; return what was held back."""

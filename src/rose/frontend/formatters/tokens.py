@@ -10,6 +10,7 @@ from rose.frontend.formatters.base import (
     Answer,
     ContentSpan,
     Delta,
+    DeltaKind,
     EncodedPrompt,
     WithoutGrammars,
 )
@@ -56,6 +57,15 @@ class TokensDecoder:
         """Take sampled tokens."""
         self._token_ids += token_ids
         return [Delta(kind="tokens", token_ids=list(token_ids))] if token_ids else []
+
+    def plain(self, token_id: int) -> str:
+        """Return nothing: there is no text."""
+        return ""
+
+    @property
+    def continues(self) -> tuple[DeltaKind, int]:
+        """Return what `push` returns."""
+        return "tokens", 0
 
     def finish(self, reason: str) -> list[Delta]:
         """Take the end; nothing is held back."""

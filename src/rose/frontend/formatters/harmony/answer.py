@@ -7,7 +7,7 @@ is reasoning, and commentary (a preamble) and final are content. Names of contro
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from rose.frontend.formatters.base import (
@@ -15,6 +15,7 @@ from rose.frontend.formatters.base import (
     Answer,
     ContentSpan,
     Delta,
+    DeltaKind,
     ParsedMessage,
 )
 from rose.frontend.formatters.harmony.builtin_tools import is_builtin
@@ -32,7 +33,7 @@ Stream = Literal["content", "reasoning"]
 @dataclass(slots=True)
 class _Call:
     name: str
-    arguments: str = ""
+    pieces: list[str] = field(default_factory=list)
 
 
 class HarmonyDecoder:
@@ -46,6 +47,10 @@ class HarmonyDecoder:
         self._has_content = False
         self._calls: list[_Call] = []
         self._target: Stream | _Call = "content"
+        self.continues: tuple[DeltaKind, int] = ("content", 0)
+        """What a plain token continues."""
+        self._written = self._texts["content"]
+        """Where text of the open message goes."""
         self._is_first_text = True
         self._reason = "stop"
         self._spans: list[ContentSpan] = []
@@ -76,6 +81,19 @@ class HarmonyDecoder:
             self._token_ids += token_ids
         return self._deltas(self._parser.push(token_ids))
 
+    def plain(self, token_id: int) -> str:
+        """Take a token if all it does is to continue an answer."""
+        if self._is_first_text or self._reveals:
+            return ""
+        text = self._parser.plain(token_id)
+        if text:
+            if self._token_ids is not None:
+                self._token_ids.append(token_id)
+            self._written.append(
+                text
+            )  # spans count characters; where there are any, no token is plain
+        return text
+
     def finish(self, reason: str) -> list[Delta]:
         """Take the end; return what was held back."""
         self._reason = reason
@@ -89,7 +107,7 @@ class HarmonyDecoder:
         return Answer(
             content=content if self._has_content else None,
             reasoning=reasoning or None,
-            tool_calls=[{"name": c.name, "arguments": c.arguments} for c in self._calls],
+            tool_calls=[{"name": c.name, "arguments": "".join(c.pieces)} for c in self._calls],
             finish_reason=FINISH_LENGTH if self._reason == FINISH_LENGTH else reason,
             messages=self._messages(),
             num_reasoning_tokens=sum(
@@ -119,7 +137,7 @@ class HarmonyDecoder:
             if event.kind == "begin":
                 self._begin(event.message, deltas)
             elif event.kind == "text":
-                self._add(event.text, deltas)
+                _append(deltas, self._add(event.text))
             elif event.kind == "token" and self._target == "content":
                 self._begin_span(event.ordinal)
         return deltas
@@ -143,27 +161,33 @@ class HarmonyDecoder:
         if kind == "call":
             name = call_name(message, self._declared) or ""
             self._target = _Call(name)
+            self._written = self._target.pieces
+            self.continues = ("tool_arguments", len(self._calls))
             self._calls.append(self._target)
             deltas.append(Delta(kind="tool_call", index=len(self._calls) - 1, name=name))
         else:
             self._target = kind
+            self._written = self._texts[kind]
+            self.continues = (kind, 0)
             self._has_content |= kind == "content"
 
-    def _add(self, text: str, deltas: list[Delta]) -> None:
-        if isinstance(self._target, _Call):
-            self._target.arguments += text
-            _append(deltas, Delta(kind="tool_arguments", text=text, index=len(self._calls) - 1))
-            return
-        written = self._texts[self._target]
+    def _add(self, text: str) -> Delta:
+        """Take text of the open message; return what it is to the client."""
+        target = self._target
+        if isinstance(target, _Call):
+            self._is_first_text = False
+            target.pieces.append(text)
+            return Delta(kind="tool_arguments", text=text, index=len(self._calls) - 1)
+        written = self._texts[target]
         if self._is_first_text and written:
             text = self._separator + text
         self._is_first_text = False
         written.append(text)
-        if self._target == "content":
+        if target == "content":
             self._num_characters += len(text)
             if self._open_span is not None:
                 self._open_span.end = self._num_characters
-        _append(deltas, Delta(kind=self._target, text=text))
+        return Delta(kind=target, text=text)
 
     @property
     def _separator(self) -> str:

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from msgspec import Struct
+
 from rose.frontend.formatters.harmony.header import (
     Header,
     Section,
@@ -20,7 +22,7 @@ from rose.frontend.formatters.harmony.header import (
     salvage,
 )
 from rose.frontend.formatters.harmony.tokens import harmony_tokens
-from rose.frontend.tokenizer import TextDecoder, Tokenizer
+from rose.frontend.tokenizer import TextDecoder, Tokenizer, plain_texts
 
 HEADER_TOKENS = 128
 """Longest header; past it the words are read as the message (a guess: real headers have under 40)."""
@@ -45,8 +47,7 @@ class MessageText:
         return "".join(self.pieces)
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(Struct, frozen=True):
     """What a token brought: a message began, went on (with text, or a control token's name), or ended.
 
     token: the content takes token number `ordinal`; only where the parser is told to say so.
@@ -95,6 +96,7 @@ class HarmonyParser:
             self._tokens.constrain: "constrain",
         }
         self._text = TextDecoder()
+        self._plain_texts = plain_texts(tokenizer)
         self._header: _Sections | None = _Sections(is_explicit=False)
         self._held: list[int] = []  # tokens inside a message that may begin the next one
         self._message: MessageText | None = None
@@ -111,6 +113,21 @@ class HarmonyParser:
             self._ordinal += 1
             self._push(token_id, events)
         return events
+
+    def plain(self, token_id: int) -> str:
+        """Take a token if all it does is to continue the open message; return its text, empty: it was not taken.
+
+        The short way for nearly every token: the same as `push`, which would return one text event.
+        """
+        message = self._message
+        if message is None or self._held or self._text.is_inside or self.tells_tokens:
+            return ""
+        text = self._plain_texts[token_id]
+        if text:
+            self._ordinal += 1
+            message.num_tokens += 1
+            message.pieces.append(text)
+        return text
 
     def finish(self) -> list[Event]:
         """Take the end; return what was held back. The parser takes no more tokens."""
