@@ -24,7 +24,8 @@ class StepClock:
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._under_way: deque[tuple[float, int, float]] = deque()
-        self._last_end = 0.0
+        self.last_end = 0.0
+        """When the newest step ended, on the clock of `time.monotonic`."""
         self.step_s = 0.0
         """Longest step without much of a prompt, forgetting old ones."""
         self.token_s = 0.0
@@ -46,8 +47,8 @@ class StepClock:
         start, num_tokens, bound = self._under_way.popleft()
         now = self._now()
         # A step that was launched early ran behind the one before it.
-        seconds = now - max(start, self._last_end)
-        self._last_end = now
+        seconds = now - max(start, self.last_end)
+        self.last_end = now
         self.bound_s = self.bound_s - bound if self._under_way else 0.0
         if num_tokens < LEAST_TOKENS:
             self.step_s = max(seconds, self.step_s * FORGETTING)

@@ -50,7 +50,7 @@ from rose.utils.device import detect
 from rose.utils.errors import RoseError
 from rose.utils.log import get_logger
 
-MEASURED_TOKENS = 63
+MEASURED_TOKENS = 60
 
 _logger = get_logger(__name__)
 
@@ -97,6 +97,8 @@ class LLMEngine:
         self.limits = limits
         self.counters = Counters()
         self.clock = StepClock()
+        self.start_s = 0.0
+        """How long it took to build; set by who knows."""
         self.on_begin: Callable[[], None] = _do_nothing
         """Called when a step is about to be launched; `clock.bound_s` says how long that may take."""
         self.step = self._step_overlapped if is_overlapped else self._step_in_turn
@@ -207,6 +209,7 @@ class LLMEngine:
         if sequence is None:
             return []
         self._end(sequence)
+        self.counters.num_aborted += 1
         return [finished(sequence, "abort")]
 
     def expire(self) -> list[FromEngine]:
@@ -224,7 +227,7 @@ class LLMEngine:
                 if sequence.has_started
                 else f"was still waiting behind others ({len(self.scheduler.waiting)} wait)"
             )
-            self.abort(request_id)
+            self._end(self._sequences.pop(request_id))
             self.counters.num_expired += 1
             events.append(timed_out(request_id, sequence.timeout_s, found))
         return events
@@ -250,22 +253,24 @@ class LLMEngine:
 
     def measure_steps(self) -> None:
         """Run a short request so that `clock` knows this machine; counts nothing and leaves no page behind."""
-        num_tokens = min(
-            MEASURED_TOKENS, self.table.layout.page_tokens - 1, self.table.max_tokens - 4
-        )
+        # Prompt and answer end before a page is full, so that the prefix cache gets none.
+        most = min(self.table.layout.page_tokens, self.table.max_tokens)
+        num_tokens = min(MEASURED_TOKENS, most - 4)
         sampling = SamplingParams(temperature=0.0)
         request = Request(
             request_id="measure",
             prompt_token_ids=[0] * max(1, num_tokens),
-            max_tokens=4,
+            max_tokens=3,
             sampling=sampling,
             cache_salt="measure",
         )
         self.generate([request])
         self.counters = Counters()
+        self.scheduler.num_queried_tokens = 0
 
     def status(self, detail: str = "", *, is_ready: bool = True) -> EngineStatus:
         """Return the engine's state for the frontend."""
+        window = self.table.pools.get("window")
         return EngineStatus(
             is_ready=is_ready,
             model=self.limits.model,
@@ -281,6 +286,16 @@ class LLMEngine:
             num_prompt_tokens=self.counters.num_prompt_tokens,
             num_cached_tokens=self.scheduler.num_cached_tokens,
             num_output_tokens=self.counters.num_output_tokens,
+            num_waiting_tokens=self.scheduler.waiting.num_tokens,
+            window_pages_used=0 if window is None else window.num_used,
+            window_pages_total=0 if window is None else window.num_pages,
+            num_queried_tokens=self.scheduler.num_queried_tokens,
+            num_preemptions=self.scheduler.num_preemptions,
+            num_refused=self.counters.num_refused,
+            num_expired=self.counters.num_expired,
+            num_aborted=self.counters.num_aborted,
+            start_s=self.start_s,
+            histograms={name: h.buckets() for name, h in self.counters.histograms.items()},
             step_bound_s=self.clock.bound_s,
             vocabularies=self.grammars.vocabularies,
             detail=detail,
@@ -336,13 +351,16 @@ class LLMEngine:
         self.on_begin()
 
     def _commit(self, result: StepResult) -> list[FromEngine]:
-        self.clock.end()
         flight = self.scheduler.flights.popleft()
+        self.counters.count_step_end(flight.phase, self.clock.end())
+        now = self.clock.last_end
+        for sequence in flight.first_of:
+            sequence.first_token_at = sequence.first_token_at or now
         events, ended = commit(self.scheduler, flight, result)
         if self.grammars.is_used:
             self.grammars.take(flight.sequences)
-        for request_id in ended:
-            del self._sequences[request_id]
+        if ended:
+            self.counters.count_ends([self._sequences.pop(name) for name in ended], now)
         self.counters.num_output_tokens += sum(map(len, result.token_ids.values()))
         return events
 

@@ -25,10 +25,14 @@ _NO_PAGES: PageUpdates = {}
 class Flight:
     """A step that was planned and not yet committed: who samples, in the plan's order."""
 
-    __slots__ = ("masks", "sequences", "slots", "step")
+    __slots__ = ("first_of", "masks", "phase", "sequences", "slots", "step")
 
     def __init__(self, step: int, slots: list[int], sequences: list[Sequence]) -> None:
         self.step, self.slots, self.sequences = step, slots, sequences
+        self.phase = "decode"
+        """What the step is made of: prefill, decode or mixed."""
+        self.first_of: list[Sequence] = []
+        """Those whose prompt ends in this step."""
         self.masks: dict[int, bytes | None] = {}
 
     def send_mask(self, sequence: Sequence, grammar: GrammarState) -> None:
@@ -49,6 +53,8 @@ class Scheduler:
         """In the order of rank; the last is the first to be preempted, and never one that this step has planned."""
         self.flights: deque[Flight] = deque()
         self.num_preemptions = 0
+        self.num_queried_tokens = 0
+        """Prompt tokens that were looked up in the prefix cache, each request's once."""
         self.num_cached_tokens = 0
         """Prompt tokens that came from the prefix cache; a preempted sequence counts as it first started."""
         self._free_slots = list(range(config.max_sequences - 1, -1, -1))
@@ -90,6 +96,7 @@ class Scheduler:
         # Not before: what shares a step would read pages in the same step that writes them.
         for entry in prefill:
             self._register(self._in_slot[entry.slot])
+            flight.phase = "mixed" if decode else "prefill"
         self.flights.append(flight)
         self._step += 1
         longest = max([longest] + [e.start_position + e.num_tokens for e in prefill])
@@ -203,6 +210,7 @@ class Scheduler:
             sequence.num_pending += 1
             flight.slots.append(sequence.slot)
             flight.sequences.append(sequence)
+            flight.first_of.append(sequence)
             if sequence.grammar is not None:
                 flight.send_mask(sequence, sequence.grammar)
         return end - start
@@ -225,6 +233,7 @@ class Scheduler:
             self.waiting.take_first()
             pages = self.table.open(hit, sequence.num_tokens)
             if sequence.start(self._free_slots.pop(), pages, hit.num_tokens):
+                self.num_queried_tokens += sequence.num_prompt_tokens
                 self.num_cached_tokens += hit.num_tokens
             self._in_slot[sequence.slot] = sequence
             insort(self.running, sequence, key=rank_of)

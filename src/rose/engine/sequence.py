@@ -34,8 +34,10 @@ class Sequence:
     """
 
     __slots__ = (
+        "arrived_at",
         "deadline",
         "decode_entry",
+        "first_token_at",
         "grammar",
         "has_started",
         "is_held",
@@ -54,6 +56,7 @@ class Sequence:
         "request_id",
         "sampling",
         "slot",
+        "started_at",
         "state",
         "stop_ids",
         "timeout_s",
@@ -66,9 +69,13 @@ class Sequence:
         """With the seed filled in."""
         self.rank: tuple[int, int] = (request.priority, 0)
         """Priority, then order of arrival, which the queue gives; kept when preempted."""
+        self.arrived_at = time.monotonic()
+        self.started_at = 0.0
+        self.first_token_at = 0.0
+        """Moments on the clock of `time.monotonic`; 0 before they come."""
         self.timeout_s = request.timeout_s or 0.0
-        self.deadline = None if request.timeout_s is None else time.monotonic() + request.timeout_s
-        """When it ends with request_timeout, on the clock of `time.monotonic`."""
+        self.deadline = None if request.timeout_s is None else self.arrived_at + request.timeout_s
+        """When it ends with request_timeout."""
         self.stop_ids = frozenset(request.stop_token_ids)
         self.token_ids = list(request.prompt_token_ids)
         """Prompt and output, as far as the host knows it."""
@@ -129,6 +136,7 @@ class Sequence:
             self.grammar.is_sent = False
         is_first, self.has_started = not self.has_started, True
         if is_first:
+            self.started_at = time.monotonic()
             self.num_cached_tokens = num_cached_tokens
         return is_first
 

@@ -97,6 +97,8 @@ class EngineClient:
         """Whether the server ends: what runs goes on, nothing else is taken."""
         self.num_engines = 0
         """Engines there have been, this one included."""
+        self.num_sent_again = 0
+        """Requests that the next engine got because the one before had not begun them."""
         self._vocabulary: Vocabulary | None = None
         self.status: EngineStatus | None = None
         """The newest state the engine told; None before the first."""
@@ -340,6 +342,7 @@ class EngineClient:
     def _send_held(self) -> None:
         held, self._held = self._held, set()
         for submission in held:
+            self.num_sent_again += len(submission.pending)
             for request_id in submission.pending:
                 # Requests are sent in one turn of the loop each, so their order does not matter here.
                 self._send_soon(submission.request(request_id))

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rose.frontend.compat_metrics import PEERS, Peer
 from rose.utils.errors import ConfigError
 
 
@@ -64,6 +65,8 @@ class FrontendConfig:
     its requests fail, /health answers 503, and it is killed and started again."""
     max_engine_restarts: int = 5
     """Restarts in a row, each within a minute of the last, before the server gives up and ends; 0: none."""
+    metrics_compat: Peer = "none"
+    """Also publish the core series of /metrics under the names of vllm or sglang."""
     linger_s: float = 5.0
     """After the engine was given up: seconds in which requests are still answered with 503 before the server ends."""
     shutdown_timeout_s: float = 10.0
@@ -108,6 +111,10 @@ class FrontendConfig:
                 problems.append(
                     f"{name}={getattr(self, name)}; allowed: above 0, or --response-store none; change --{flag}"
                 )
+        if self.metrics_compat not in PEERS:
+            problems.append(
+                f"metrics_compat={self.metrics_compat!r}; allowed: {', '.join(PEERS)}; change --metrics-compat"
+            )
         if not _is_date_choice(self.conversation_date):
             problems.append(
                 f"conversation_date={self.conversation_date!r}; allowed: today, none or YYYY-MM-DD; "

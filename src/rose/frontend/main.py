@@ -110,7 +110,8 @@ class Frontend:
         return self._exit_code
 
     def _server(self, client: EngineClient) -> _Server:
-        app = create_app(self._config, client, self._jobs, Metrics(), keys=self._keys)
+        metrics = Metrics(peer=self._config.metrics_compat, model=self._jobs.model_names[0])
+        app = create_app(self._config, client, self._jobs, metrics, keys=self._keys)
         return _Server(
             uvicorn.Config(
                 app,

@@ -12,14 +12,12 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
+
+from rose.frontend.compat_metrics import Peer, translated
+from rose.frontend.engine_metrics import EngineCollector
 
 if TYPE_CHECKING:
     from rose.frontend.client import EngineClient
@@ -40,7 +38,9 @@ REQUEST_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 
 class Metrics:
     """Counters and histograms of one frontend."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, peer: Peer = "none", model: str = "") -> None:
+        self._peer: Peer = peer
+        self._model = model
         registry = self.registry = CollectorRegistry()
         self._requests = Counter(
             "rose_requests",
@@ -57,6 +57,8 @@ class Metrics:
         self._generated = Counter(
             "rose_generation_tokens", "Tokens generated, by kind", ["kind"], registry=registry
         )
+        for kind in ("reasoning", "answer"):
+            self._generated.labels(kind)  # there from the start, at 0
         self._recoveries = Counter(
             "rose_parse_recoveries",
             "Malformed model output read leniently",
@@ -86,7 +88,7 @@ class Metrics:
 
     def observe_engine(self, client: EngineClient) -> None:
         """Publish the engine's numbers as they are when somebody looks."""
-        self.registry.register(_EngineCollector(client))
+        self.registry.register(EngineCollector(client))
 
     def watch(self, started: float) -> TokenWatch:
         """Return a clock for the tokens of one client request."""
@@ -125,22 +127,27 @@ class Metrics:
 
     def render(self) -> bytes:
         """Return everything in Prometheus' text format."""
-        return generate_latest(_WithoutCreated(self.registry))  # type: ignore[arg-type]
+        return generate_latest(_Page(self))  # type: ignore[arg-type]
+
+    def families(self) -> list[Metric]:
+        """Return everything, without the series that tell when each counter was made: they would double the page.
+
+        The library can leave those out itself, but only for the whole process.
+        """
+        families = list(self.registry.collect())
+        for family in families:
+            family.samples = [s for s in family.samples if not s.name.endswith("_created")]
+        return [*families, *translated(families, self._peer, model=self._model)]
 
 
-class _WithoutCreated:
-    """A registry without the series that tell when each counter was made: noise that doubles the page.
+class _Page:
+    """What the library needs of a registry to write one page."""
 
-    The library can leave them out itself, but only for the whole process.
-    """
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
 
     def collect(self) -> Iterator[Metric]:
-        for metric in self._registry.collect():
-            metric.samples = [s for s in metric.samples if not s.name.endswith("_created")]
-            yield metric
+        yield from self._metrics.families()
 
 
 class _TokenTimes(Collector):
@@ -187,49 +194,3 @@ class TokenWatch:
         last = self._last
         self._between.observe(now - last[request_id], 1)
         last[request_id] = now
-
-
-class _EngineCollector:
-    """The newest EngineStatus as gauges and counters."""
-
-    def __init__(self, client: EngineClient) -> None:
-        self._client = client
-
-    def collect(self) -> Iterator[Metric]:
-        status = self._client.status
-        yield GaugeMetricFamily(
-            "rose_engine_ready", "1 while the engine takes requests", float(self._client.is_ready)
-        )
-        if status is None:
-            return
-        gauges = {
-            "rose_requests_running": ("Sequences in the engine's batch", status.num_running),
-            "rose_requests_waiting": ("Requests in the engine's queue", status.num_waiting),
-            "rose_kv_pages_used": ("KV pages in use", status.kv_pages_used),
-            "rose_kv_pages_total": ("KV pages there are", status.kv_pages_total),
-            "rose_kv_pages_idle": (
-                "KV pages that no sequence uses and the prefix cache still finds",
-                status.kv_pages_idle,
-            ),
-            "rose_kv_cache_usage_ratio": (
-                "Share of the KV pages in use",
-                status.kv_pages_used / max(1, status.kv_pages_total),
-            ),
-        }
-        counters = {
-            "rose_engine_steps": ("Steps since start", status.num_steps),
-            "rose_engine_prompt_tokens": ("Prompt tokens computed", status.num_prompt_tokens),
-            "rose_engine_cached_tokens": (
-                "Prompt tokens taken from the prefix cache",
-                status.num_cached_tokens,
-            ),
-            "rose_engine_evicted_pages": (
-                "Pages that the prefix cache gave away",
-                status.num_evicted_pages,
-            ),
-            "rose_engine_output_tokens": ("Tokens sampled", status.num_output_tokens),
-        }
-        for name, (text, value) in gauges.items():
-            yield GaugeMetricFamily(name, text, float(value))
-        for name, (text, value) in counters.items():
-            yield CounterMetricFamily(name, text, float(value))

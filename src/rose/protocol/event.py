@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from rose.protocol.histogram import Buckets
+
 FinishReason = Literal["stop", "length", "abort"]
 ErrorCode = Literal[
     "context_length_exceeded",
@@ -82,6 +84,23 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     """Pages of all layer kinds that the prefix cache gave away since start."""
     num_output_tokens: int = 0
     """Tokens sampled since start."""
+    num_waiting_tokens: int = 0
+    window_pages_used: int = 0
+    window_pages_total: int = 0
+    """Pages of the layers with a window; the others count those of full attention."""
+    num_queried_tokens: int = 0
+    """Prompt tokens looked up in the prefix cache since start."""
+    num_preemptions: int = 0
+    num_refused: int = 0
+    """Requests that found the queue full."""
+    num_expired: int = 0
+    """Requests whose time was up."""
+    num_aborted: int = 0
+    """Requests that their frontend took back."""
+    start_s: float = 0.0
+    """How long the engine took to load, measure and capture."""
+    histograms: dict[str, Buckets] = {}
+    """Of `histogram.BOUNDS`."""
     step_bound_s: float = 0.0
     """Most that the steps under way should take; any frame of the engine, this one included, is progress."""
     vocabularies: list[str] = []

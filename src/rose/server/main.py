@@ -123,11 +123,12 @@ def run(
                 _logger.critical("%s", error)
             return 2
         engine.measure_steps()
+        engine.start_s = time.monotonic() - begin
         # What was built stays: collections need not look at it again, which takes tens of milliseconds.
         gc.collect()
         gc.freeze()
         stop.is_serving = True
-        _logger.info("ready after %.1f s at %s", time.monotonic() - begin, address)
+        _logger.info("ready after %.1f s at %s", engine.start_s, address)
         return EngineService(engine, endpoint).serve(stop)
     finally:
         endpoint.close()
