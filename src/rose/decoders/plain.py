@@ -143,7 +143,7 @@ class PlainDecoder:
             rows = self._tables.adjustments.gather(slots_S, inputs.positions_S)
             logits_SV = adjusted(raw_SV, rows)
         if flavour.is_masked:
-            self._tables.masks.apply(logits_SV, slots_S)
+            self._tables.masks.apply(logits_SV, slots_S, phase=inputs.context.phase)
         tokens_S = self._sampler.sample(
             logits_SV,
             inputs.sampling,

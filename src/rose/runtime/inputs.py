@@ -97,7 +97,7 @@ class DeviceTables:
         self.last_tokens_R = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
         self.sampling = SamplingTable(num_rows, self.device)
         self.adjustments = AdjustmentTable(num_rows, vocab_size, self.device)
-        self.masks = MaskTable(num_rows, vocab_size, self.device)
+        self.masks = MaskTable(num_rows, vocab_size, device, kernels=kernels)
         self._kind_strides = [k * num_rows * self._num_columns for k in range(num_kinds)]
         hits = max(MAX_HIT_COLUMNS, self._num_columns)
         updates = num_kinds * (max_step_tokens // layout.page_tokens + 2 * num_rows + hits)
@@ -110,7 +110,7 @@ class DeviceTables:
 
     def kernel_table(self) -> list[tuple[str, str, str]]:
         """Return (operation, regime, implementation) lines, for the start-up table."""
-        return self._begin.rows()
+        return [*self._begin.rows(), *self.masks.kernel_table()]
 
     def send_decode(self, plan: StepPlan, num_rows: int) -> None:
         """Enqueue what the device does not know of a decode step: slots and new pages.

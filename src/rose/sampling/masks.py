@@ -10,6 +10,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from rose.config.engine import KernelsConfig
+from rose.kernels.registry import bind
+from rose.utils.device import DeviceFacts
 from rose.utils.math import ceil_div
 
 BITS = 32
@@ -25,12 +28,31 @@ class MaskTable:
              masks_RW int32: bit i % 32 of word i // 32 allows token i (a vocabulary of 201,088 and 257 slots: 6.5 MB)
     """
 
-    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        vocab_size: int,
+        device: DeviceFacts,
+        *,
+        kernels: KernelsConfig | None = None,
+    ) -> None:
+        kernels = kernels or KernelsConfig()
         self.vocab_size = vocab_size
-        self._device = device
-        num_words = ceil_div(vocab_size, BITS)
-        self.masks_RW = torch.full((num_rows, num_words), _ALL, dtype=torch.int32, device=device)
-        self._shifts_B = torch.arange(BITS, dtype=torch.int32, device=device)
+        self._device = torch.device(device.kind)
+        shape = (num_rows, ceil_div(vocab_size, BITS))
+        self.masks_RW = torch.full(shape, _ALL, dtype=torch.int32, device=self._device)
+        self._operation = bind(
+            "mask_logits",
+            formats={"logits": "float32"},
+            sizes={"V": vocab_size},
+            device=device,
+            only=kernels.only,
+            check_calls=kernels.check_calls,
+        )
+
+    def kernel_table(self) -> list[tuple[str, str, str]]:
+        """Return (operation, regime, implementation) lines, for the start-up table."""
+        return self._operation.rows()
 
     def write(self, masks: Mapping[int, bytes | None]) -> None:
         """Set rows; None allows all. Enqueues device work only, one copy for all rows."""
@@ -50,14 +72,12 @@ class MaskTable:
             rows_NW.to(self._device, non_blocking=True),
         )
 
-    def apply(self, logits_SV: Tensor, slots_S: Tensor) -> None:
+    def apply(self, logits_SV: Tensor, slots_S: Tensor, *, phase: str) -> None:
         """Set the logits of tokens that may not be sampled to -inf; graph-safe.
 
         Shapes   logits_SV float32, V of the table or more columns; those past the table's stay
         Aliasing logits_SV is changed in place
         """
-        words_SW1 = self.masks_RW.index_select(0, slots_S).unsqueeze(2)
-        is_allowed_SV = ((words_SW1 >> self._shifts_B) & 1).view(len(slots_S), -1) != 0
-        logits_SV[:, : self.vocab_size].masked_fill_(
-            ~is_allowed_SV[:, : self.vocab_size], float("-inf")
+        self._operation.select(phase, len(slots_S))(
+            slots_S, self.masks_RW, logits_SV=logits_SV[:, : self.vocab_size]
         )
