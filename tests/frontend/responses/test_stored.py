@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
+DATA = Path(__file__).parents[2] / "data" / "handed.jsonl"
 TOOLS = [{"type": "function", "name": "get_weather", "parameters": {"type": "object"}}]
 CALL = (
     "<|channel|>analysis<|message|>Use it.<|end|>"
@@ -40,6 +42,29 @@ def test_a_tool_loop_goes_on_from_the_very_tokens_that_were_sampled(talk, o200k)
         )
 
     talk(scenario, CALL, ANSWER)
+
+
+def test_the_case_of_a_stored_call_and_its_result(talk):
+    case = next(
+        c for c in map(json.loads, DATA.open()) if c["id"] == "render-previous-response-tool"
+    )
+    turn, request = case["input"]["stored_turn"], case["input"]["request"]
+    [call] = turn["output"]
+    text = (
+        f"<|channel|>commentary to=functions.{call['name']} <|constrain|>json<|message|>"
+        f"{call['arguments']}<|call|>"
+    )
+
+    async def scenario(room):
+        first = await room.create(input=turn["input"], tools=TOOLS)
+        assert [item["name"] for item in first["output"]] == [call["name"]]
+        result = {**request["input"][0], "call_id": first["output"][0]["call_id"]}
+        await room.create(previous_response_id=first["id"], input=[result], tools=TOOLS)
+        prompt, place = room.prompt_text(), 0
+        for part in case["expected"]["contains_in_order"]:
+            place = prompt.index(part, place) + len(part)
+
+    talk(scenario, text, ANSWER)
 
 
 def test_a_loop_of_two_calls_keeps_its_prefix_and_its_reasoning(talk, o200k):

@@ -192,6 +192,36 @@ def test_a_response_whose_frontend_is_gone_has_failed(two, monkeypatch):
     two(scenario, LONG, delay_ms=2)
 
 
+def test_a_server_that_hides_reasoning_hides_what_was_kept_before(talk, tmp_path):
+    text = ANSWER.replace(
+        "<|channel|>", "<|channel|>analysis<|message|>Secret.<|end|><|start|>assistant<|channel|>"
+    )
+    config = {"response_store": str(tmp_path / "responses")}
+    made = []
+
+    async def show(room):
+        for options in ({}, {"reasoning_mode": "debug"}):
+            made.append((await room.create(**options))["id"])
+        events = await room.create(background=True, stream=True)
+        assert "Secret." in json.dumps(events)
+        made.append(events[0]["response"]["id"])
+        body = await room.create(previous_response_id=made[0], input="More")
+        made.append(body["id"])
+
+    async def hide(room):
+        for response_id in made:
+            seen = [await room.get(response_id)]
+            seen.append(await room.get(f"{response_id}/input_items"))
+            include = {"include[]": "reasoning.encrypted_content"}
+            seen.append(await room.get(response_id, **include))
+            assert "Secret." not in json.dumps(seen)
+            await room.get(response_id, status=400, stream="true")
+        await room.create(previous_response_id=made[0], input="More")
+
+    talk(show, text, config=config)
+    talk(hide, text, config={**config, "reasoning": "hidden"})
+
+
 def test_a_store_that_fails_costs_the_record_and_not_the_answer(talk, tmp_path):
     async def scenario(room):
         store = room.http._transport.app.router.routes

@@ -81,12 +81,20 @@ class Background:
     """The responses that run in the background of one process, and the events of those that ran."""
 
     def __init__(
-        self, store: Store, limits: Limits, metrics: Metrics, *, timeout_s: float | None = None
+        self,
+        store: Store,
+        limits: Limits,
+        metrics: Metrics,
+        *,
+        timeout_s: float | None = None,
+        hides: bool = False,
     ) -> None:
+        """`hides`: this server hides reasoning, also in events that were kept when it was shown."""
         self._store = store
         self._limits = limits
         self._metrics = metrics
         self._timeout_s = timeout_s
+        self._hides = hides
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._turns: dict[str, Turn] = {}
         self._logs: OrderedDict[str, EventLog] = OrderedDict()
@@ -111,7 +119,8 @@ class Background:
         log = self._logs.get(record.id)
         if log is not None:
             return log.read(first)
-        if record.is_background and self._store.events(record.id, 0):
+        is_open = record.is_hidden or not self._hides
+        if record.is_background and is_open and self._store.events(record.id, 0):
             return self._follow(record.id, first)
         return None
 

@@ -52,9 +52,14 @@ class ResponsesRoutes:
         self._store = open_store(config)
         sealer = load_sealer(config.responses_key_file)
         self._maker = TurnMaker(config, client, jobs, metrics, store=self._store, sealer=sealer)
-        self._reader = Reader(sealer, hides=config.reasoning == "hidden")
+        hides = config.reasoning == "hidden"
+        self._reader = Reader(sealer, hides=hides)
         self._background = Background(
-            self._store, limits_of(config), metrics, timeout_s=config.request_timeout_s or None
+            self._store,
+            limits_of(config),
+            metrics,
+            timeout_s=config.request_timeout_s or None,
+            hides=hides,
         )
         metrics.registry.register(StoreGauges(self._store, self._background.num_running))
 
