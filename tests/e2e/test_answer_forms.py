@@ -190,6 +190,30 @@ def test_the_handed_case_of_a_forced_call(engine, formatter):
         assert set(names) <= set(expected["names_subset_of"])
 
 
+def test_responses_are_held_to_the_same_forms(engine, formatter):
+    flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    form = {"type": "json_schema", **FORMAT["json_schema"]}
+    shared = {"model": "m", "input": "Tell me of a book.", "temperature": 1, "seed": 3}
+    bodies = [
+        {**shared, "text": {"format": form}, "max_output_tokens": 1500},
+        {**shared, "tools": flat, "tool_choice": "required", "max_output_tokens": 1500},
+    ]
+
+    async def both():
+        async with inner_engine.serving(engine, formatter) as (http, _):
+            posts = [http.post("/v1/responses", json=body) for body in bodies]
+            return [response.json() for response in await asyncio.gather(*posts)]
+
+    said, called = asyncio.run(both())
+    # as in chat, the reasoning may take every token
+    assert {said["status"], called["status"]} <= {"completed", "incomplete"}
+    if said["status"] == "completed":
+        VALID(json.loads(said["output"][-1]["content"][0]["text"]))
+    if called["status"] == "completed":
+        call = called["output"][-1]
+        jsonschema.validate(json.loads(call["arguments"]), SCHEMAS[call["name"]])
+
+
 @pytest.mark.slow
 def test_a_schema_is_obeyed_in_200_answers(engine, formatter):
     _check_schema_answers(engine, formatter, 200)

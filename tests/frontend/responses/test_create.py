@@ -20,6 +20,17 @@ CALL = (
     "<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
     '{"city":"Paris","days":2}<|call|>'
 )
+FORMAT = {
+    "type": "json_schema",
+    "name": "sum",
+    "strict": True,
+    "schema": {
+        "type": "object",
+        "properties": {"sum": {"type": "integer"}},
+        "required": ["sum"],
+        "additionalProperties": False,
+    },
+}
 TWO_CALLS = CALL.replace("<|call|>", "<|end|>") + "<|start|>assistant" + CALL
 # Ids and times differ from one response to the next.
 VARYING = ("id", "call_id", "item_id", "created_at", "completed_at", "previous_response_id")
@@ -417,6 +428,13 @@ def test_allowed_tools_are_all_that_the_model_is_told_of(talk):
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "some", "tools": TOOLS}, "tool_choice"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
+        ({"text": {"format": {**FORMAT, "schema": {"uniqueItems": True}}}}, "text.format.schema"),
+        ({"text": {"format": FORMAT}, "ignore_eos": True}, "ignore_eos"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"include": ["all"]}, "include[0]"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
@@ -511,6 +529,45 @@ def test_truncation_leaves_out_the_oldest_turns(talk, limit):
         assert error["code"] == "context_length_exceeded"
 
     talk(scenario, ANSWER, context_tokens=1000)
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_free"),
+    [
+        ({"tools": TOOLS, "tool_choice": "required"}, False),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "get_weather"}}, False),
+        ({"tools": [{**TOOLS[0], "strict": True}]}, False),
+        ({"text": {"format": FORMAT}}, False),
+        ({"text": {"format": {"type": "json_object"}}}, False),
+        ({"text": {"format": {"type": "text"}}}, True),
+        ({"tools": TOOLS, "tool_choice": "none"}, True),
+    ],
+)
+def test_a_form_travels_to_the_engine_as_it_does_for_chat(talk, asked, is_free):
+    """What the grammars hold is tested in tests/frontend/grammar and tests/e2e/test_answer_forms.py."""
+
+    def nested(tool):
+        kind = {"type": "function"}
+        return {**kind, "function": {k: v for k, v in tool.items() if k != "type"}}
+
+    chat = {"tools": [nested(tool) for tool in asked.get("tools", [])] or None}
+    choice = asked.get("tool_choice")
+    chat["tool_choice"] = nested(choice) if isinstance(choice, dict) else choice
+    if "text" in asked:
+        form = dict(asked["text"]["format"])
+        kind = {"type": form.pop("type")}
+        chat["response_format"] = {**kind, "json_schema": form} if form else kind
+
+    async def scenario(room):
+        body = await room.create(**asked)
+        assert body["text"]["format"] == asked.get("text", {}).get("format", {"type": "text"})
+        assert body["tool_choice"] == asked.get("tool_choice", "auto")
+        assert (await room.server.chat(**chat)).status_code == 200
+        ours, theirs = (request.constraint for request in room.server.engine.requests)
+        assert ours == theirs
+        assert (ours is None) is is_free
+
+    talk(scenario, ANSWER)
 
 
 NAMESPACE = {

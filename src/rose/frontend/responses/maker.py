@@ -27,6 +27,7 @@ from rose.frontend.responses.turn import Turn
 from rose.frontend.responses.writer import ResponseWriter
 from rose.frontend.schemas import encode
 from rose.protocol.event import EngineStatus
+from rose.protocol.grammar import Constraint
 
 ANSWER_SHARE = 8
 """With truncation=auto and no limit on the answer, one part in so many of the context is left for it. Guessed."""
@@ -62,6 +63,7 @@ class TurnMaker:
         """
         is_stored = self._is_stored(request)
         mode = resolve_mode(self._config.reasoning, request.reasoning_mode)
+        constraint = await self._constraint(request)
         response_id = new_id(RESPONSE_PREFIX)
         context = resolve(request, response_id, self._store, self._sealer)
         room = _room(request, status)
@@ -77,6 +79,7 @@ class TurnMaker:
             calls_as_text=request.tool_choice == "none",
             reasoning=mode,
             is_separate=True,
+            constraint=constraint,
         )
         job = self._jobs.converse(request, prompt, status, ask)
         writer = ResponseWriter(
@@ -104,10 +107,22 @@ class TurnMaker:
 
         Raises  RequestError as `turn` does.
         """
+        await self._constraint(request)  # what cannot be asked for has no number of tokens
         context = resolve(request, new_id(RESPONSE_PREFIX), self._store, self._sealer)
         room = status.context_tokens - status.context_tokens // ANSWER_SHARE
         prompt, _ = await self._encode(request, context, room, num_bytes)
         return len(prompt.token_ids)
+
+    async def _constraint(self, request: ResponsesRequest) -> Constraint | None:
+        tools = [tool for tool in request.tools or [] if tool["type"] == "function"]
+        spaces = [tool for tool in request.tools or [] if tool["type"] == "namespace"]
+        inner = [{**t, "name": f"{n['name']}.{t['name']}"} for n in spaces for t in n["tools"]]
+        return await self._jobs.constraint(
+            tools=[*tools, *inner],
+            tool_choice=request.tool_choice,
+            answer_format=request.text.format if request.text else None,
+            format_param="text.format",
+        )
 
     async def _encode(
         self, request: ResponsesRequest, context: Context, room: int, num_bytes: int

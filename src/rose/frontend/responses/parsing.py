@@ -53,7 +53,7 @@ def parse_response(body: dict[str, Any]) -> ResponsesRequest:
     check_include(request.include or [])
     checked_top_logprobs(request.top_logprobs)
     check_stops(request)
-    _check_conversation(request)
+    read_tools(request)
     _check_metadata(request.metadata or {})
     if request.stream_options is not None and not request.stream:
         refuse(
@@ -78,7 +78,7 @@ def parse_input_tokens(body: dict[str, Any], *, model: str) -> ResponsesRequest:
     if body.get("model") is None:
         body = {**body, "model": model}
     request = convert(body, ResponsesRequest, UNSUPPORTED | {"personality": ()}, IGNORED)
-    _check_conversation(request)
+    read_tools(request)
     return request
 
 
@@ -129,44 +129,6 @@ def _read_tool(tool: Any, where: str) -> FunctionTool | NamespaceTool:
                 "leave it out",
             )
     return convert_part(tool, NamespaceTool, where)
-
-
-def _check_conversation(request: ResponsesRequest) -> None:
-    tools = read_tools(request)
-    _check_tool_choice(request.tool_choice, has_tools=bool(tools))
-    text_format = request.text.format if request.text is not None else None
-    if text_format is not None and text_format.get("type") != "text":
-        refuse(
-            "unsupported_value",
-            "text.format",
-            f"text.format={quoted(text_format)} cannot be enforced by this server yet; allowed: "
-            '{"type":"text"}; leave it out',
-        )
-
-
-def _check_tool_choice(choice: str | dict[str, Any] | None, *, has_tools: bool) -> None:
-    if choice is None or choice == "none" or (choice == "auto" and has_tools):
-        return
-    if not has_tools and choice != "auto":
-        refuse(
-            "invalid_request",
-            "tool_choice",
-            f"tool_choice={quoted(choice)} was given without tools; allowed then: none, auto; give tools or leave it "
-            "out",
-        )
-    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        if choice.get("mode", "auto") == "auto":
-            return
-    elif choice == "auto":
-        return
-    if choice == "required" or isinstance(choice, dict):
-        refuse(
-            "unsupported_value",
-            "tool_choice",
-            f"tool_choice={quoted(choice)} cannot be enforced by this server yet; allowed: none, auto, and "
-            "allowed_tools with mode auto",
-        )
-    refuse("invalid_request", "tool_choice", f"tool_choice={quoted(choice)}; allowed: none, auto")
 
 
 def _check_metadata(metadata: dict[str, str]) -> None:
