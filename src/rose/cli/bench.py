@@ -188,6 +188,21 @@ def kernels(operations: tuple[str, ...], **options: Any) -> int:
     return 0 if is_right else 1
 
 
+@bench.command(short_help="CPU cost of a step without a model.")
+@_number("--sequences", 128, "Sequences that decode.")
+@_number("--steps", 2000, "Steps to time; each part is timed in a run of its own.")
+@click.option(
+    "--prefix-cache/--no-prefix-cache", default=True, help="With or without the prefix cache."
+)
+@_records
+def scheduler(sequences: int, steps: int, *, prefix_cache: bool, **options: Any) -> None:
+    """CPU cost of one decode step with a null model: from schedule to events encoded and sent."""
+    from rose.bench.scheduler import report, run_scheduler
+
+    line = run_scheduler(sequences=sequences, steps=steps, is_caching=prefix_cache, **options)
+    click.echo(report(line))
+
+
 @bench.command()
 @_number("--tokens", 4096, "Tokens of the prompt.")
 @_number("--decoded", 32, "Of them, how many are decoded one by one in the second run.")
