@@ -33,8 +33,10 @@ def commit(
             sequence.drop_stale()
             continue
         taken, reason = sequence.append(tokens_of[slot])
-        logprobs = logprobs_of[slot][: len(taken)] if slot in logprobs_of else None
-        event = TokensEvent(request_id=sequence.request_id, token_ids=taken, logprobs=logprobs)
+        event = TokensEvent(request_id=sequence.request_id, token_ids=taken)
+        if slot in logprobs_of:
+            logprobs = logprobs_of[slot][: len(taken)]
+            event = msgspec.structs.replace(event, logprobs=logprobs)
         if sequence.num_cached_tokens:
             event = _with_cached_tokens(sequence, event)
         events.append(event)

@@ -174,6 +174,12 @@ class Sequence:
         """
         self.num_pending -= 1
         known, stop_ids, max_length = self.token_ids, self.stop_ids, self.max_length
+        if len(token_ids) == 1:  # nearly always: without a loop it takes half the time
+            token = token_ids[0]
+            known.append(token)
+            if token in stop_ids:
+                return token_ids, "stop"
+            return token_ids, "length" if len(known) >= max_length else None
         for i, token in enumerate(token_ids, start=1):
             known.append(token)
             if token in stop_ids:
