@@ -7,6 +7,7 @@ after it becomes an `error` event. Knows chunks and bytes, not what is in them.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from functools import partial
@@ -17,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from rose.frontend.client import EngineClient, Submission
 from rose.frontend.errors import RequestError, error_body
 from rose.frontend.formatters.base import DeltaKind
-from rose.frontend.generation import ChoiceRun, Job, PieceMaker, pieces
+from rose.frontend.generation import ChoiceRun, Job, Piece, PieceMaker, pieces
 from rose.frontend.metrics import Metrics
 from rose.frontend.middleware import current_request_id, log_failure
 from rose.frontend.reply import send_error, send_json, start
@@ -70,28 +71,33 @@ class Fold(Protocol):
     def completion(self) -> Any: ...
 
 
-class ChunkSource:
-    """A job answered in chunks: chat and text completions."""
+class JobSource(ABC):
+    """A job answered as its tokens come; most are sent on the spot, see `client.Shortcut`."""
 
-    def __init__(
-        self, client: EngineClient, job: Job, *, writer: ChunkWriter, fold: Fold, metrics: Metrics
-    ) -> None:
+    def __init__(self, client: EngineClient, job: Job, metrics: Metrics) -> None:
         self.endpoint = job.endpoint
         self.answer_id = job.answer_id
         self.is_stream = job.is_stream
         self._client = client
         self._job = job
-        self._writer = writer
-        self._fold = fold
         self._metrics = metrics
         self.send_now: SendNow | None = None
         """Set once parts can be sent past the generator, which then only yields what is left."""
-        self._run: ChoiceRun | None = None
-        self._continues: tuple[DeltaKind, int] | None = None
-        self._parts: list[bytes] = []
+
+    @abstractmethod
+    def lines(self, piece: Piece) -> bytes:
+        """Return the events of one piece."""
+
+    @abstractmethod
+    def plain_lines(self, run: ChoiceRun, text: str) -> bytes:
+        """Return the events of text that only continues what a choice is writing."""
+
+    @abstractmethod
+    def end(self) -> bytes:
+        """Return the events after the last piece."""
 
     async def parts(self) -> AsyncGenerator[bytes, None]:
-        """Yield the chunks as they come."""
+        """Yield the events as they come."""
         maker = PieceMaker(self._job, self._metrics)
         async with self._client.submit(*self._job.requests) as events:
             events.shortcut = partial(self._send_at_once, maker, events)
@@ -101,34 +107,57 @@ class ChunkSource:
                     continue
                 piece = maker.take(event, events)
                 if piece is not None:
-                    yield self._writer.lines(piece)
+                    yield self.lines(piece)
         self._metrics.finished(self._job)
-        yield (sse_lines([self._writer.usage_chunk()]) if self._job.with_usage else b"") + DONE
+        yield self.end()
 
     def _send_at_once(
         self, maker: PieceMaker, events: Submission, event: TokensEvent
     ) -> TokensEvent | bytes | Exception | None:
-        """Send tokens while `parts` waits for them: see `client.Shortcut`."""
+        """Send tokens while `parts` waits for them."""
         if self.send_now is None:
             return event
         try:
             run, text = maker.plain(event)
             if text:
-                part = encode(text).join(self._template(run))
+                part = self.plain_lines(run, text)
                 return None if self.send_now(part) else part
             piece = maker.take(event, events)
-            part = b"" if piece is None else self._writer.lines(piece)
+            part = b"" if piece is None else self.lines(piece)
             is_end = piece is not None and piece.finish_reason is not None
             return part if is_end or (part and not self.send_now(part)) else None
         except Exception as bug:  # noqa: BLE001 - for the task of this answer; here it would end everybody's
             return bug
 
-    def _template(self, run: ChoiceRun) -> list[bytes]:
+
+class ChunkSource(JobSource):
+    """A job answered in chunks: chat and text completions."""
+
+    def __init__(
+        self, client: EngineClient, job: Job, *, writer: ChunkWriter, fold: Fold, metrics: Metrics
+    ) -> None:
+        super().__init__(client, job, metrics)
+        self._writer = writer
+        self._fold = fold
+        self._run: ChoiceRun | None = None
+        self._continues: tuple[DeltaKind, int] | None = None
+        self._parts: list[bytes] = []
+
+    def lines(self, piece: Piece) -> bytes:
+        """Return the chunks of one piece."""
+        return self._writer.lines(piece)
+
+    def plain_lines(self, run: ChoiceRun, text: str) -> bytes:
+        """Return the chunk of some text."""
         # The same objects until another message of the choice begins, or another choice is written.
         if run.continues is not self._continues or run is not self._run:
             self._run, self._continues = run, run.continues
             self._parts = self._writer.template(run.index, *run.continues)
-        return self._parts
+        return encode(text).join(self._parts)
+
+    def end(self) -> bytes:
+        """Return the usage where it was asked for, and the end."""
+        return (sse_lines([self._writer.usage_chunk()]) if self._job.with_usage else b"") + DONE
 
     async def whole(self) -> bytes:
         """Return the chunks folded into one answer."""
@@ -194,7 +223,7 @@ class AnswerResponse:
         async with aclosing(self._source.parts()) as parts:
             async for part in parts:
                 await self._send_part(send, part)
-                if isinstance(self._source, ChunkSource):
+                if isinstance(self._source, JobSource):
                     self._source.send_now = self._send_now
         await self._send_part(send, b"", is_last=True)
 

@@ -14,7 +14,7 @@ import msgspec
 
 from rose.frontend.client import EngineClient
 from rose.frontend.errors import RequestError
-from rose.frontend.generation import Job, pieces
+from rose.frontend.generation import ChoiceRun, Job, Piece, pieces
 from rose.frontend.metrics import Metrics
 from rose.frontend.responses.context import Context
 from rose.frontend.responses.events import Event, sse
@@ -23,6 +23,7 @@ from rose.frontend.responses.schemas import ReasoningItem, ResponseBody
 from rose.frontend.responses.store import Record, Store, StoreError
 from rose.frontend.responses.writer import ResponseWriter
 from rose.frontend.schemas import encode
+from rose.frontend.stream import JobSource
 from rose.utils.log import get_logger
 
 logger = get_logger(__name__)
@@ -45,13 +46,13 @@ class Turn:
     ) -> None:
         self.job = job
         self.writer = writer
-        self._client = client
+        self.client = client
         self._context = context
         self._store = store
-        self._metrics = metrics
+        self.metrics = metrics
         self._is_hidden = is_hidden
         self._is_debug = is_debug
-        self._is_created = False
+        self._is_created = self._is_begun = False
 
     @property
     def body(self) -> ResponseBody:
@@ -70,19 +71,28 @@ class Turn:
 
         Raises  RequestError where the engine refuses or fails; `failed` has the events for that.
         """
-        is_begun = False
-        async with aclosing(pieces(self._client, self.job, self._metrics)) as source:
+        async with aclosing(pieces(self.client, self.job, self.metrics)) as source:
             async for piece in source:
-                # The engine has taken the request: in the foreground, only now is there a response.
-                first = [] if is_begun else [*self.created(), *self._begun()]
-                is_begun = True
-                yield first + self.writer.events(piece)
-        self._metrics.finished(self.job)
+                yield self.take(piece)
+        self.metrics.finished(self.job)
+        yield self.end()
+
+    def take(self, piece: Piece) -> list[Event]:
+        """Return the events of one piece."""
+        first: list[Event] = []
+        if not self._is_begun:
+            # The engine has taken the request: in the foreground, only now is there a response.
+            self._is_begun = True
+            first = [*self.created(), *self._begun()]
+        return first + self.writer.events(piece)
+
+    def end(self) -> list[Event]:
+        """Return the events after the last piece; the response is kept."""
         if self._is_debug:
             self.body.raw_messages = [_raw(m) for m in self.job.runs[0].answer().messages]
         events = self.writer.end()
         self.keep()
-        yield events + self.writer.last()
+        return events + self.writer.last()
 
     def _begun(self) -> list[Event]:
         events = self.writer.begun()
@@ -148,20 +158,24 @@ class Turn:
         return output, sampled
 
 
-class TurnSource:
+class TurnSource(JobSource):
     """A response in the foreground, as an answer that ends with its client; see `stream.AnswerSource`."""
 
     def __init__(self, turn: Turn) -> None:
-        self.endpoint = turn.job.endpoint
-        self.answer_id = turn.job.answer_id
-        self.is_stream = turn.job.is_stream
+        super().__init__(turn.client, turn.job, turn.metrics)
         self._turn = turn
 
-    async def parts(self) -> AsyncGenerator[bytes, None]:
-        """Yield the events as they come."""
-        async with aclosing(self._turn.events()) as source:
-            async for events in source:
-                yield b"".join(map(sse, events))
+    def lines(self, piece: Piece) -> bytes:
+        """Return the events of one piece."""
+        return b"".join(map(sse, self._turn.take(piece)))
+
+    def plain_lines(self, run: ChoiceRun, text: str) -> bytes:
+        """Return the event of some text."""
+        return self._turn.writer.plain(text)
+
+    def end(self) -> bytes:
+        """Return the events after the last piece."""
+        return b"".join(map(sse, self._turn.end()))
 
     async def whole(self) -> bytes:
         """Return the response."""
