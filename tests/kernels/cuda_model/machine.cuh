@@ -239,16 +239,20 @@ inline void __syncthreads() {
 }
 
 template <typename T>
-inline T __shfl_xor_sync(uint32_t, T value, int mask) {
+inline T __shfl_sync(uint32_t, T value, int source) {
   static_assert(sizeof(T) == 4, "words only");
   model::Warp& warp = model::block->warps[model::block->current / 32];
-  const int lane = model::block->current % 32;
-  std::memcpy(&warp.values[lane], &value, 4);
+  std::memcpy(&warp.values[model::block->current % 32], &value, 4);
   model::warp_barrier();
   T found;
-  std::memcpy(&found, &warp.values[lane ^ mask], 4);
+  std::memcpy(&found, &warp.values[source], 4);
   model::warp_barrier();
   return found;
+}
+
+template <typename T>
+inline T __shfl_xor_sync(uint32_t all, T value, int mask) {
+  return __shfl_sync(all, value, model::block->current % 32 ^ mask);
 }
 
 inline float __uint_as_float(uint32_t bits) {

@@ -63,8 +63,8 @@ struct Plan {
   static constexpr int kThreads = kMxfp4 ? 512 : 384;
   static constexpr int kABytes = kRows * kBlockK, kWBytes = kWide * kBlockK;
   static constexpr int kStageBytes = kABytes + kWBytes;
-  // Beside a stage: scales of A, a box per 128 rows; the place; the bias.
-  static constexpr int kPlaceAt = kSlabs * kScalePitch, kBiasAt = kPlaceAt + 128;
+  // Beside a stage: scales of A, a box per 128 rows; the place, and behind it the scales of W; the bias.
+  static constexpr int kPlaceAt = kSlabs * kScalePitch, kWScalesAt = kPlaceAt + 16, kBiasAt = kPlaceAt + 128;
   static constexpr int kAsideBytes = kBiasAt + 4 * kWide;
   static constexpr int kAside = kStages * kStageBytes;
   static constexpr int kPacked = kAside + kStages * kAsideBytes;
@@ -86,6 +86,10 @@ struct Place {
 struct Shared {
   uint32_t base, full, empty, packed_full, packed_empty, places;
 };
+
+// What lane 0 has: tells the compiler that a value is the same in all lanes, so that what depends on it needs no
+// reconvergence and lives in uniform registers.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
 __device__ __forceinline__ void store_place(uint32_t at, const Place& place) {
   store_shared(at, {uint32_t(place.expert), uint32_t(place.row), uint32_t(place.rows), uint32_t(place.column)});
@@ -166,10 +170,11 @@ __device__ __forceinline__ void load_bias(float (&bias)[P::kWide / 32], const Pr
   }
 }
 
-// Warp 0 of the last warpgroup.
+// Warp 0 of the last warpgroup. Lane r < kRuns asks for the scale of W of run r a stage ahead.
 template <typename P>
 __device__ __forceinline__ void fill_stages(const Problem& p, int num_items, const Shared& at) {
   const int k_blocks = (p.k + kBlockK - 1) / kBlockK, lane = threadIdx.x % 32;
+  const int column_blocks = (p.n + kColumns - 1) / kColumns;
   Ring<P::kStages> ring;
   Walk<P> walk(p, num_items);
   float bias[P::kWide / 32];
@@ -179,20 +184,25 @@ __device__ __forceinline__ void fill_stages(const Problem& p, int num_items, con
     const int slabs = (place.rows + kSlab - 1) / kSlab, boxes = (slabs + 1) / 2;
     const uint32_t bytes =
         slabs * kSlabBytes + boxes * kScaleBox * 4 + (P::kMxfp4 ? 0 : P::kWBytes);
+    const int column_block = min(place.column / kColumns + lane % P::kRuns, column_blocks - 1);
+    const float* w_scales = p.w_scales + (size_t(place.expert) * column_blocks + column_block) * k_blocks;
+    float w_scale = __ldg(w_scales);
     for (int kb = 0; kb < k_blocks; ++kb, ring.next()) {
       mbarrier_wait(at.empty + 8 * ring.stage, ring.parity ^ 1);
       __syncwarp();  // before lane 0 lets the next phase begin
       const uint32_t barrier = at.full + 8 * ring.stage;
       const uint32_t a = at.base + ring.stage * P::kStageBytes;
       const uint32_t aside = at.base + P::kAside + ring.stage * P::kAsideBytes;
+      if (lane < P::kRuns) store_shared(aside + P::kWScalesAt + 4 * lane, __float_as_uint(w_scale));
+      w_scale = __ldg(w_scales + min(kb + 1, k_blocks - 1));
       if (kb == 0) {
         if (lane == 0) store_place(aside + P::kPlaceAt, place);
 #pragma unroll
         for (int i = 0; i < P::kWide / 32; ++i) {
           store_shared(aside + P::kBiasAt + 4 * (32 * i + lane), __float_as_uint(bias[i]));
         }
-        __syncwarp();
       }
+      __syncwarp();
       if (lane == 0) {
         mbarrier_arrive_expect(barrier, bytes);
 #pragma unroll 1
@@ -344,7 +354,7 @@ __device__ __forceinline__ void pass_turn() {
 // One stage: kSteps products of 32 along K for each piece, and their sums into `total`.
 template <typename P, int kSteps>
 __device__ __forceinline__ void multiply(float (&total)[2][64], uint64_t a, uint64_t w, uint32_t a_scales,
-                                         const float (&w_scale)[P::kRuns], int pieces, uint32_t empty) {
+                                         uint32_t w_scales, int pieces, uint32_t empty) {
   float part[64];
 #pragma unroll
   for (int s = 0; s < 2; ++s) {
@@ -355,6 +365,7 @@ __device__ __forceinline__ void multiply(float (&total)[2][64], uint64_t a, uint
     }
     const float scale0 = load_shared(a_scales + (P::kSlabs == 2 ? s * kScalePitch : 0));
     const float scale1 = load_shared(a_scales + (P::kSlabs == 2 ? s * kScalePitch : 0) + 32);
+    const float w_scale = load_shared(w_scales + (P::kRuns == 2 ? 4 * s : 0));
     take_turn<P>();
     wgmma_fence();
 #pragma unroll
@@ -370,7 +381,7 @@ __device__ __forceinline__ void multiply(float (&total)[2][64], uint64_t a, uint
       __syncwarp();
       if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
     }
-    const float c0 = scale0 * w_scale[P::kRuns == 2 ? s : 0], c1 = scale1 * w_scale[P::kRuns == 2 ? s : 0];
+    const float c0 = scale0 * w_scale, c1 = scale1 * w_scale;
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
       total[s][4 * j] += part[4 * j] * c0;
@@ -531,28 +542,20 @@ __device__ __forceinline__ void seed(float (&total)[2][64], uint32_t bias, int q
   }
 }
 
-// Wait for a stage and multiply it; the scales of W of the next one are asked for first.
+// Wait for a stage and multiply it. `scales_at`: where this thread's scales of A are beside the stage.
 template <typename P, int kSteps>
-__device__ __forceinline__ void stage(float (&total)[2][64], float (&w_scale)[P::kRuns], const float*& w_scales,
-                                      int second_at, bool has_next, const Shared& at, const Ring<P::kStages>& ring,
-                                      uint32_t scales_at, int pieces) {
-  float now[P::kRuns];
-  if (has_next) ++w_scales;
-#pragma unroll
-  for (int s = 0; s < P::kRuns; ++s) {
-    now[s] = w_scale[s];
-    w_scale[s] = __ldg(w_scales + s * second_at);
-  }
+__device__ __forceinline__ void stage(float (&total)[2][64], const Shared& at, const Ring<P::kStages>& ring,
+                                      uint32_t scales_at, int pieces, int consumer) {
   const uint32_t a = at.base + ring.stage * P::kStageBytes;
-  const uint32_t scales = at.base + P::kAside + ring.stage * P::kAsideBytes + scales_at;
+  const uint32_t aside = at.base + P::kAside + ring.stage * P::kAsideBytes;
   mbarrier_wait(at.full + 8 * ring.stage, ring.parity);
-  multiply<P, kSteps>(total, descriptor_swizzle128(a + threadIdx.x / 128 * kSlabBytes),
-                      descriptor_swizzle128(a + P::kABytes), scales, now, pieces, at.empty + 8 * ring.stage);
+  multiply<P, kSteps>(total, descriptor_swizzle128(a + consumer * kSlabBytes), descriptor_swizzle128(a + P::kABytes),
+                      aside + scales_at, aside + P::kWScalesAt, pieces, at.empty + 8 * ring.stage);
 }
 
 template <typename P>
-__device__ __forceinline__ int pieces_of(const Problem& p, const Place& place, int thread) {
-  const int mine = place.rows - thread / 128 * kSlab;  // rows from this consumer's first slab on
+__device__ __forceinline__ int pieces_of(const Problem& p, const Place& place, int consumer) {
+  const int mine = place.rows - consumer * kSlab;  // rows from this consumer's first slab on
   if (mine <= 0) return 0;
   if constexpr (P::kSlabs == 2) return mine > 2 * kSlab ? 2 : 1;
   else return place.column + kColumns < p.n ? 2 : 1;
@@ -561,6 +564,7 @@ __device__ __forceinline__ int pieces_of(const Problem& p, const Place& place, i
 template <typename P>
 __device__ __forceinline__ void consume(const Problem& p, int num_items, const Shared& at) {
   const int k_blocks = (p.k + kBlockK - 1) / kBlockK, k_full = p.k / kBlockK;
+  const int consumer = uniform(threadIdx.x / 128);
   Ring<P::kStages> ring;
   if (P::kLate && threadIdx.x >= 128) __nanosleep(1500);
   if (threadIdx.x >= 128) pass_turn<P>();  // the first is the first consumer's
@@ -568,8 +572,9 @@ __device__ __forceinline__ void consume(const Problem& p, int num_items, const S
     for (int pass = 0; pass < P::kPasses; ++pass) {
       mbarrier_wait(at.full + 8 * ring.stage, ring.parity);
       const uint32_t aside = at.base + P::kAside + ring.stage * P::kAsideBytes;
-      const Place place = load_place(aside + P::kPlaceAt);
-      const int pieces = pieces_of<P>(p, place, threadIdx.x);
+      Place place = load_place(aside + P::kPlaceAt);
+      place = {uniform(place.expert), uniform(place.row), uniform(place.rows), uniform(place.column)};
+      const int pieces = pieces_of<P>(p, place, consumer);
       const bool is_last = place.column + P::kWide >= p.n;
       if (pieces == 0) {
         for (int kb = 0; kb < k_blocks; ++kb, ring.next()) {
@@ -584,23 +589,17 @@ __device__ __forceinline__ void consume(const Problem& p, int num_items, const S
       } else {
         __syncwarp();  // every lane has read the place of the tile before
         store_place(at.places + 16 * (threadIdx.x / 32), place);
-        const int column_blocks = (p.n + kColumns - 1) / kColumns, column_block = place.column / kColumns;
-        const float* w_scales = p.w_scales + (size_t(place.expert) * column_blocks + column_block) * k_blocks;
-        const int second_at = column_block + 1 < column_blocks ? k_blocks : 0;
         const uint32_t scales_at = 4 * (row_of(threadIdx.x) + (place.row & 3));
-        float w_scale[P::kRuns];  // of the stage to come
-#pragma unroll
-        for (int s = 0; s < P::kRuns; ++s) w_scale[s] = __ldg(w_scales + s * second_at);
         float total[2][64];
         seed<P>(total, aside + P::kBiasAt, threadIdx.x % 4);
         settle(total[0]);
         settle(total[1]);
         // The last half stage is apart: with a choice inside the loop ptxas spills one piece of `total`.
         for (int kb = 0; kb < k_full; ++kb, ring.next()) {
-          stage<P, 4>(total, w_scale, w_scales, second_at, kb + 1 < k_blocks, at, ring, scales_at, pieces);
+          stage<P, 4>(total, at, ring, scales_at, pieces, consumer);
         }
         if (k_full < k_blocks) {
-          stage<P, 2>(total, w_scale, w_scales, second_at, false, at, ring, scales_at, pieces);
+          stage<P, 2>(total, at, ring, scales_at, pieces, consumer);
           ring.next();
         }
         const int thread = thread_again();
@@ -645,7 +644,7 @@ __global__ void __launch_bounds__(P::kThreads, 1) product(const __grid_constant_
   }
   __syncthreads();
   const int runs = (p.n + P::kItemColumns - 1) / P::kItemColumns;
-  const int num_items = __ldg(p.rows.tiles + p.rows.num_experts) * runs;
+  const int num_items = uniform(__ldg(p.rows.tiles + p.rows.num_experts) * runs);
   if constexpr (P::kMxfp4) {
     if (threadIdx.x < 256) {
       registers_grow<224>();
