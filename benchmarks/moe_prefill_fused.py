@@ -47,12 +47,9 @@ RUNGS = [r for r in (*LADDER[:14], *MORE) if r.weight == "fp8_block"]
 RUNGS.append(Rung(name="wide_700", sizes={**WIDE, "E": 4}, tokens=700))
 PRODUCTS = {
     "mxfp4_r256": ("mxfp4", "r256"),
-    "mxfp4_r256_turns": ("mxfp4", "r256_turns"),
     "fp8_r256": ("fp8_block", "r256"),
-    "fp8_r256_turns": ("fp8_block", "r256_turns"),
     "fp8_r128": ("fp8_block", "r128"),
     "fp8_r128_late": ("fp8_block", "r128_late"),
-    "fp8_r128_turns": ("fp8_block", "r128_turns"),
 }
 WAYS = {"rows": ("fp8_block", "r256"), **PRODUCTS, "whole": ("mxfp4", "r256")}
 assert SMALL["D"] % 64 == 0
@@ -163,7 +160,7 @@ def product_steps(
             "bias_EF": plain.gate_up_bias_EF,
             "alpha": alpha,
             "limit": limit,
-            "order": shapes.order,
+            "late": shapes.late,
         }
         kept["hidden"] = library.gate_up(*rows, table, matrix=up, **options)
         torch.cuda.synchronize()
@@ -177,7 +174,7 @@ def product_steps(
         return found
 
     def down() -> list[str | None]:
-        options = {"bias_ED": plain.down_bias_ED, "order": shapes.order}
+        options = {"bias_ED": plain.down_bias_ED, "late": shapes.late}
         y = library.down(*kept["hidden"], table, matrix=down_matrix, **options)
         torch.cuda.synchronize()
         hidden_RI = spread(*kept["hidden"], 128)[:count]
@@ -317,7 +314,7 @@ def stages_of(
     """Return each product as a closure over rows that the bound kernels made, and the whole."""
     library = cuda_fused.FusedLibrary()
     up, down_matrix, plain = cuda_fused.matrices(arguments["weights"])
-    order = shapes.order
+    late = shapes.late
     table = table_of(arguments["expert_ids_TK"], up.shape[0], shapes.rows)
     rows = cuda_prefill.PrefillLibrary().quantize_rows(arguments["x_TD"], table)
 
@@ -329,14 +326,14 @@ def stages_of(
             bias_EF=plain.gate_up_bias_EF,
             alpha=1.702,
             limit=7.0,
-            order=order,
+            late=late,
         )
 
     hidden = gate_up()
     return {
         "gate_up": gate_up,
         "down": lambda: library.down(
-            *hidden, table, matrix=down_matrix, bias_ED=plain.down_bias_ED, order=order
+            *hidden, table, matrix=down_matrix, bias_ED=plain.down_bias_ED, late=late
         ),
         "whole": lambda: cuda_fused.run_experts(library, **arguments, shapes=shapes),
     }

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 
 import torch
@@ -26,31 +25,20 @@ HIDDEN_GROUP = 128
 """SwiGLU channels that share a scale, in every shape."""
 
 
-class Order(IntEnum):
-    """How the two consumers share the tensor cores; `Order` of prefill_fused.cuh."""
-
-    FREE = 0
-    LATE = 1
-    """The second starts later, so that their tile ends lie apart; only with 128 rows."""
-    TURNS = 2
-    """Their products alternate."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedShapes:
-    """Rows of a tile, and the order of the consumers."""
+    """Rows of a tile, and whether the second consumer starts later."""
 
     rows: int = 256
     """256 (x 128 columns; the only one for mxfp4) or 128 (x 256 columns)."""
-    order: Order = Order.FREE
+    late: bool = False
+    """Only with 128 rows: the tile ends of the two consumers lie apart."""
 
 
 VARIANTS = {
     "r256": FusedShapes(),
-    "r256_turns": FusedShapes(order=Order.TURNS),
     "r128": FusedShapes(rows=128),
-    "r128_late": FusedShapes(rows=128, order=Order.LATE),
-    "r128_turns": FusedShapes(rows=128, order=Order.TURNS),
+    "r128_late": FusedShapes(rows=128, late=True),
 }
 DEFAULT = VARIANTS["r256"]
 
@@ -133,7 +121,7 @@ class FusedLibrary:
 
     def gate_up(
         self, x_RD: Tensor, x_scales: Tensor, table: RowTable, *,
-        matrix: Matrix, bias_EF: Tensor, alpha: float, limit: float, order: Order = Order.FREE,
+        matrix: Matrix, bias_EF: Tensor, alpha: float, limit: float, late: bool = False,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Multiply, apply the SwiGLU and quantise in groups of 128 channels.
 
@@ -147,19 +135,19 @@ class FusedLibrary:
         self._gate_up(
             *_operands(x_RD, x_scales, table, matrix, bias_EF),
             out_RI.data_ptr(), out_scales.data_ptr(), out_scales.stride(0), alpha, limit,
-            table.block_m, int(order), _stream(),
+            table.block_m, int(late), _stream(),
         )  # fmt: skip
         return out_RI, out_scales
 
     def down(
         self, a_RI: Tensor, a_scales: Tensor, table: RowTable, *,
-        matrix: Matrix, bias_ED: Tensor, order: Order = Order.FREE,
+        matrix: Matrix, bias_ED: Tensor, late: bool = False,
     ) -> Tensor:  # fmt: skip
         """Multiply and add the bias. Returns bf16 [R, D], not yet weighted."""
         y_RD = a_RI.new_empty(a_RI.shape[0], matrix.shape[1], dtype=torch.bfloat16)
         self._down(
             *_operands(a_RI, a_scales, table, matrix, bias_ED),
-            y_RD.data_ptr(), table.block_m, int(order), _stream(),
+            y_RD.data_ptr(), table.block_m, int(late), _stream(),
         )  # fmt: skip
         return y_RD
 
@@ -183,9 +171,9 @@ def run_experts(
     table = library.sort_by_expert(expert_ids_TK, num_experts=up.shape[0], block_m=shapes.rows)
     hidden = library.gate_up(
         *library.quantize_rows(x_TD, table), table, matrix=up, bias_EF=plain.gate_up_bias_EF,
-        alpha=swiglu_alpha, limit=swiglu_limit, order=shapes.order,
+        alpha=swiglu_alpha, limit=swiglu_limit, late=shapes.late,
     )  # fmt: skip
-    y_RD = library.down(*hidden, table, matrix=down, bias_ED=plain.down_bias_ED, order=shapes.order)
+    y_RD = library.down(*hidden, table, matrix=down, bias_ED=plain.down_bias_ED, late=shapes.late)
     library.combine(y_RD, table, expert_weights_TK, out_TD=out_TD)
 
 

@@ -47,15 +47,10 @@ struct Problem {
   __nv_bfloat16* y;
 };
 
-// How the two consumers share the tensor cores. kLate: the second begins half a tile's end later. kTurns: their pieces
-// alternate, so that one multiplies while the other adds its sums up; both count the same turns, whatever rows they have.
-enum class Order { kFree, kLate, kTurns };
-
-// kSlabs x kRuns accumulators a consumer: 2 x 1 or 1 x 2.
-template <bool kGateUpP, bool kMxfp4P, int kSlabsP, int kStagesP, Order kOrderP = Order::kFree>
+// kSlabs x kRuns accumulators a consumer: 2 x 1 or 1 x 2. kLate: the second consumer begins half a tile's end later.
+template <bool kGateUpP, bool kMxfp4P, int kSlabsP, int kStagesP, bool kLateP = false>
 struct Plan {
-  static constexpr bool kGateUp = kGateUpP, kMxfp4 = kMxfp4P;
-  static constexpr bool kLate = kOrderP == Order::kLate, kTurns = kOrderP == Order::kTurns;
+  static constexpr bool kGateUp = kGateUpP, kMxfp4 = kMxfp4P, kLate = kLateP;
   static constexpr int kSlabs = kSlabsP, kRuns = 2 / kSlabs, kStages = kStagesP;
   static constexpr int kRows = 128 * kSlabs, kWide = kColumns * kRuns;
   static constexpr int kPasses = kGateUp && kRuns == 1 ? 2 : 1;
@@ -340,17 +335,6 @@ __device__ __forceinline__ void expand(const Problem& p, int num_items, const Sh
   }
 }
 
-// A consumer takes its turn when the other has issued its products, and passes it once its own are issued.
-template <typename P>
-__device__ __forceinline__ void take_turn() {
-  if constexpr (P::kTurns) named_sync(1 + threadIdx.x / 128, 256);
-}
-
-template <typename P>
-__device__ __forceinline__ void pass_turn() {
-  if constexpr (P::kTurns) named_arrive(1 + (threadIdx.x / 128 ^ 1), 256);
-}
-
 // One stage: kSteps products of 32 along K for each piece, and their sums into `total`.
 template <typename P, int kSteps>
 __device__ __forceinline__ void multiply(float (&total)[2][64], uint64_t a, uint64_t w, uint32_t a_scales,
@@ -358,15 +342,10 @@ __device__ __forceinline__ void multiply(float (&total)[2][64], uint64_t a, uint
   float part[64];
 #pragma unroll
   for (int s = 0; s < 2; ++s) {
-    if (s >= pieces) {
-      take_turn<P>();
-      pass_turn<P>();
-      continue;
-    }
+    if (s >= pieces) break;
     const float scale0 = load_shared(a_scales + (P::kSlabs == 2 ? s * kScalePitch : 0));
     const float scale1 = load_shared(a_scales + (P::kSlabs == 2 ? s * kScalePitch : 0) + 32);
     const float w_scale = load_shared(w_scales + (P::kRuns == 2 ? 4 * s : 0));
-    take_turn<P>();
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -374,7 +353,6 @@ __device__ __forceinline__ void multiply(float (&total)[2][64], uint64_t a, uint
                       advance(w, (P::kRuns == 2 ? s * kColumns * kBlockK : 0) + step * 32), step > 0);
     }
     wgmma_commit();
-    pass_turn<P>();
     wgmma_wait<0>();
     settle(part);
     if (s == pieces - 1) {
@@ -567,7 +545,6 @@ __device__ __forceinline__ void consume(const Problem& p, int num_items, const S
   const int consumer = uniform(threadIdx.x / 128);
   Ring<P::kStages> ring;
   if (P::kLate && threadIdx.x >= 128) __nanosleep(1500);
-  if (threadIdx.x >= 128) pass_turn<P>();  // the first is the first consumer's
   for (int round = 0; item_of_round(round) < num_items; ++round) {
     for (int pass = 0; pass < P::kPasses; ++pass) {
       mbarrier_wait(at.full + 8 * ring.stage, ring.parity);
@@ -579,10 +556,6 @@ __device__ __forceinline__ void consume(const Problem& p, int num_items, const S
       if (pieces == 0) {
         for (int kb = 0; kb < k_blocks; ++kb, ring.next()) {
           mbarrier_wait(at.full + 8 * ring.stage, ring.parity);
-          for (int s = 0; s < 2; ++s) {
-            take_turn<P>();
-            pass_turn<P>();
-          }
           __syncwarp();
           if (threadIdx.x % 32 == 0) mbarrier_arrive(at.empty + 8 * ring.stage);
         }
