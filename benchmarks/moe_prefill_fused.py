@@ -1,4 +1,4 @@
-"""The second design of the CUDA experts for many tokens: check it on a GPU, then time it beside the bound one.
+"""The CUDA experts for many tokens: check every way to run them on a GPU, then time them.
 
     PYTHONPATH=src python benchmarks/moe_prefill_fused.py --out fused.jsonl
 
@@ -147,7 +147,7 @@ def product_steps(
     up, down_matrix, _ = cuda_fused.matrices(tiled(plain) if weight == "mxfp4" else plain)
     copy = None
     if weight == "mxfp4":
-        from rose.kernels.moe_experts.cuda_prefill_impl import fp8_copy
+        from rose.kernels.moe_experts.cuda_fused_impl import fp8_copy
 
         copy = cuda_fused.matrices(fp8_copy(plain))
     alpha, limit = arguments["swiglu_alpha"], arguments["swiglu_limit"]
@@ -268,7 +268,7 @@ def child(options: list[str], seconds: float) -> tuple[str, str]:
 def time_here(
     ways: list[str], model: str, routings: list[str], tokens: int, stages: list[str]
 ) -> int:
-    """Time the stages of ways, or of what is bound today (`bound`), on one model's size."""
+    """Time the stages of ways on one model's size."""
     registry.load("moe_experts")
     sizes = SIZES[model]
     drawn = draw({**sizes, "I": 32}, tokens, "mxfp4", seed=2)[1]
@@ -278,7 +278,7 @@ def time_here(
     }
     prepared: dict[str, Any] = {}
     for way in ways:
-        weight, variant = WAYS.get(way, ("fp8_block" if model == "20b" else "mxfp4", ""))
+        weight, variant = WAYS[way]
         if weight not in prepared:
             made = draw(sizes, 1, weight, seed=1)[1]["weights"]
             prepared[weight] = tiled(made) if weight == "mxfp4" else made
@@ -286,10 +286,8 @@ def time_here(
             arguments = {**drawn, "weights": prepared[weight], "expert_ids_TK": ids[routing]}
             if way == "rows":
                 calls = row_stages(arguments, sizes["E"])
-            elif variant:
-                calls = stages_of(arguments, cuda_fused.VARIANTS[variant])
             else:
-                calls = bound(arguments)
+                calls = stages_of(arguments, cuda_fused.VARIANTS[variant])
             for stage, call in calls.items():
                 if way not in PRODUCTS or not stages or stage in stages:
                     say(**timed(call, stage, way=way, model=model, tokens=tokens, routing=routing))
@@ -349,37 +347,6 @@ def row_stages(arguments: dict[str, Any], experts: int) -> dict[str, Callable[[]
     }
 
 
-def bound(arguments: dict[str, Any]) -> dict[str, Callable[[], Any]]:
-    """Return the whole operation as it is bound today, and its stages with fp8_block."""
-    from rose.kernels.moe_experts import cuda_prefill_impl as today
-
-    weights = arguments["weights"]
-    if not hasattr(weights, "gate_up"):
-        return {"whole": lambda: today.moe_experts_expanding(**arguments)}
-    library = today.LIBRARY
-    ids, x = arguments["expert_ids_TK"], arguments["x_TD"]
-    table = library.sort_by_expert(ids, num_experts=weights.gate_up.values.shape[0])
-    rows = library.quantize_rows(x, table)
-
-    def gate_up() -> Any:
-        return library.gate_up(
-            *rows, table, values_EFD=weights.gate_up.values, scales=weights.gate_up.scales,
-            bias_EF=weights.gate_up_bias_EF, alpha=1.702, limit=7.0, columns=cuda_prefill.DEFAULT.gate_up,
-        )  # fmt: skip
-
-    hidden = gate_up()
-    return {
-        "sort": lambda: library.sort_by_expert(ids, num_experts=weights.gate_up.values.shape[0]),
-        "quantize": lambda: library.quantize_rows(x, table),
-        "gate_up": gate_up,
-        "down": lambda: library.down(
-            *hidden, table, values_EDI=weights.down.values, scales=weights.down.scales,
-            bias_ED=weights.down_bias_ED, group=128, columns=cuda_prefill.DEFAULT.down,
-        ),
-        "whole": lambda: today.moe_experts(**arguments),
-    }  # fmt: skip
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -387,7 +354,7 @@ def main() -> int:
     parser.add_argument("--check", default="", choices=["", *WAYS], help="check this way here")
     parser.add_argument("--first", type=int, default=0, help="with --check: shape to begin with")
     parser.add_argument(
-        "--time", nargs="+", default=[], choices=["bound", *WAYS], help="time these ways here"
+        "--time", nargs="+", default=[], choices=list(WAYS), help="time these ways here"
     )
     parser.add_argument("--model", default="20b", choices=list(SIZES))
     parser.add_argument("--routing", nargs="+", default=["balanced", "random"])
@@ -418,8 +385,8 @@ def main() -> int:
     stages = [] if "rows" in good and "whole" in good else ["gate_up", "down"]
     for model in [] if arguments.check_only else ("120b", "20b"):
         packed = [way for way, (weight, _) in PRODUCTS.items() if weight == "mxfp4"]
-        wanted = ["bound", *(packed if model == "120b" else ["rows", *PRODUCTS])]
-        ways = [way for way in wanted if way in (*good, "bound")]
+        wanted = packed if model == "120b" else ["rows", *PRODUCTS]
+        ways = [way for way in wanted if way in good]
         left = began + arguments.seconds - time.monotonic()
         options = ["--time", *ways, "--model", model, "--tokens", str(arguments.tokens)]
         text, ended = child([*options, "--stages", *stages], max(left, 5.0))

@@ -71,8 +71,6 @@ LADDER = [
     Rung(name="20b_random_8192", sizes={**WIDE, "E": 32}, tokens=8192),
     Rung(name="expansion_ragged", sizes={"D": 2880, "I": 320, "E": 3, "K": 4}, tokens=1, weight="mxfp4"),
     Rung(name="expansion_20b", sizes={**WIDE, "E": 32}, tokens=1, weight="mxfp4"),
-    Rung(name="mxfp4_copy", sizes={**WIDE, "E": 4}, tokens=700, weight="mxfp4", implementation="cuda_prefill_copy"),
-    Rung(name="mxfp4_expand", sizes={**WIDE, "E": 4}, tokens=700, weight="mxfp4", implementation="cuda_prefill_expand"),
 ]  # fmt: skip
 
 

@@ -197,42 +197,6 @@ def cuda_variants(*, watchdog: bool) -> list[Variant]:
     ]
 
 
-def mxfp4_variants() -> list[Variant]:
-    """The two ways of mxfp4 weights, as registered."""
-    variants = []
-    for implementation in registry.implementations("moe_experts"):
-        if not implementation.name.startswith("cuda_prefill_"):
-            continue
-
-        def build(arguments: dict[str, Any], chosen: Any = implementation) -> Stages:
-            prepared = {**arguments, "weights": chosen.prepare(arguments["weights"])}
-            stages: Stages = {"whole": lambda: chosen.function(**prepared)}
-            stages["whole"]()
-            if chosen.name == "cuda_prefill_expand":
-                stages["expand"] = lambda: _expand(prepared["weights"])
-            return stages
-
-        variants.append(
-            Variant(
-                name=implementation.name,
-                weight="mxfp4",
-                rounding=implementation.activation_rounding,  # type: ignore[arg-type]
-                build=build,
-            )
-        )
-    return variants
-
-
-def _expand(experts: Any) -> None:
-    from rose.kernels.moe_experts.cuda_prefill_impl import LIBRARY
-
-    plain = experts.weights
-    size = 2 * max(plain.gate_up.values.numel(), plain.down.values.numel())
-    scratch = torch.empty(size, dtype=torch.float8_e4m3fn, device="cuda")
-    LIBRARY.expand(plain.gate_up, experts.gate_up_exponents, out=scratch)
-    LIBRARY.expand(plain.down, experts.down_exponents, out=scratch)
-
-
 def draw(
     sizes: dict[str, int],
     tokens: int,
@@ -389,7 +353,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()))
     arguments = parser.parse_args()
     registry.load("moe_experts")
-    variants = [*cuda_variants(watchdog=arguments.watchdog), *mxfp4_variants(), *triton_variants()]
+    variants = [*cuda_variants(watchdog=arguments.watchdog), *triton_variants()]
     variants = [v for v in variants if arguments.only in v.name]
     # A trap ends the process's CUDA context: what is most likely to trap comes last.
     variants.sort(key=lambda v: v.name.endswith("_c2"))
@@ -442,8 +406,6 @@ def main() -> int:
                         ids = balanced_ids(tokens, SIZES[model]["E"], SIZES[model]["K"])
                     call = {**drawn, "weights": base["weights"], "expert_ids_TK": ids}
                     for variant in chosen:
-                        if variant.name == "cuda_prefill_copy" and model == "120b":
-                            continue
                         for line in measure(variant, model, tokens, call, routing):
                             emit(line)
             del base

@@ -117,9 +117,9 @@ def test_python_passes_what_the_launchers_take(source: str, python: str) -> None
 
 
 @pytest.mark.parametrize(("experts", "weight", "wanted"), [
-    (32, "fp8_block", "cuda_prefill"),
-    (32, "mxfp4", "cuda_prefill_copy"),
-    (128, "mxfp4", "cuda_prefill_expand"),
+    (32, "fp8_block", "cuda_fused"),
+    (32, "mxfp4", "cuda_fused_copy"),
+    (128, "mxfp4", "cuda_fused_mxfp4"),
 ])  # fmt: skip
 @needs_nvcc
 def test_hopper_binds_them_for_prefill(experts: int, weight: str, wanted: str) -> None:

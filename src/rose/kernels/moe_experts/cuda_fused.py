@@ -1,7 +1,7 @@
-"""Second design of the CUDA experts for many tokens (prefill_fused_sm90.cu): stages on torch tensors.
+"""Experts for many tokens in CUDA C++ (prefill_fused_sm90.cu), stages on torch tensors. Reads E4M3 or MXFP4.
 
-Reads MXFP4 without expanding it in memory. Not yet run on a GPU and bound by nothing: check and time it with
-benchmarks/moe_prefill_fused.py; then `git mv` cuda_fused_unbound.py to cuda_fused_impl.py registers it.
+Nothing is compiled or loaded at import. Outputs and workspace come from torch's caching allocator, so that every
+stage may run during graph capture.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ VARIANTS = {
     "r128_late": FusedShapes(rows=128, late=True),
 }
 DEFAULT = VARIANTS["r256"]
+"""Of MXFP4; E4M3 is fastest with r128_late where routing is spread (docs/performance.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +102,7 @@ class FusedLibrary:
         self._sort = launcher("launch_sort", "piiipppppp")
         self._quantize = launcher("launch_quantize", "ppppiiiip")
         self._combine = launcher("launch_combine", "ppppiiip")
+        self._expand = launcher("launch_expand", "ppppiiip")
         self._gate_up = launcher("launch_gate_up", "ppiipppppipppiiiippiffiip")
         self._down = launcher("launch_down", "ppiipppppipppiiiipiip")
 
@@ -118,6 +120,7 @@ class FusedLibrary:
 
     quantize_rows = PrefillLibrary.quantize_rows
     combine = PrefillLibrary.combine
+    expand = PrefillLibrary.expand
 
     def gate_up(
         self, x_RD: Tensor, x_scales: Tensor, table: RowTable, *,

@@ -1,6 +1,5 @@
 // Grouped FP8 product for Hopper, second design: weights may be MXFP4, expanded to E4M3 on their way to the tensor
 // core; tiles of 256 rows; what a tile needs besides its operands travels with its first stage.
-// NOT YET RUN ON A GPU: benchmarks/moe_prefill_fused.py checks and times it; nothing binds it.
 //
 // Roles of a persistent block: two warpgroups multiply; with MXFP4 the four warps of a third expand weights; of the
 // last, warp 0 fills the ring of stages by TMA and warp 1 the ring of packed weights.

@@ -1,5 +1,5 @@
-// Launchers of the second design of the experts for many tokens: prefill_fused.cuh, prefill_rows.cuh. Nothing binds
-// them yet. Names and arguments are those of prefill_sm90.cu where they mean the same.
+// Launchers of the experts for many tokens: prefill_fused.cuh, prefill_rows.cuh. Names and arguments are those of
+// prefill_sm90.cu, the first design, where they mean the same.
 #include "prefill_fused.cuh"
 #include "prefill_rows.cuh"
 
@@ -36,6 +36,14 @@ extern "C" int launch_combine(const __nv_bfloat16* y, const int* row_of_pair, co
   } else {
     return cudaErrorInvalidValue;
   }
+  return cudaGetLastError();
+}
+
+extern "C" int launch_expand(const void* codes, const uint8_t* exponents, const int* tile_exponents, void* values,
+                             int experts, int rows, int columns, cudaStream_t stream) {
+  const int64_t threads = int64_t(experts) * rows * (columns / 16);
+  expand_mxfp4<<<unsigned((threads + 255) / 256), 256, 0, stream>>>(
+      static_cast<const uint2*>(codes), exponents, tile_exponents, static_cast<uint4*>(values), threads, rows, columns);
   return cudaGetLastError();
 }
 

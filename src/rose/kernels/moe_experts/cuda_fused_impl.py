@@ -1,7 +1,7 @@
 """Experts for many tokens on Hopper: persistent, warp-specialised FP8 products in CUDA C++.
 
 Three implementations share the kernels: fp8_block weights as they are; mxfp4 with an fp8 copy made at load
-(where both fit); mxfp4 expanded at every call into a scratch buffer (120b, which cannot hold both).
+(where both fit); mxfp4 expanded on its way to the tensor core (120b, which cannot hold both).
 """
 
 from __future__ import annotations
@@ -10,26 +10,19 @@ import torch
 from torch import Tensor
 
 from rose.kernels.formats import FP8_BLOCK, FormattedTensor
-from rose.kernels.moe_experts.cuda_prefill import (
+from rose.kernels.moe_experts.cuda_fused import (
     DEFAULT,
-    MAX_CHOSEN,
-    MAX_EXPERTS,
-    PrefillLibrary,
+    HIDDEN_GROUP,
+    VARIANTS,
+    FusedLibrary,
     run_experts,
-    workspace,
 )
+from rose.kernels.moe_experts.cuda_prefill import MAX_CHOSEN, MAX_EXPERTS, X_GROUP, workspace
 from rose.kernels.moe_experts.mxfp4_tiles import TiledExperts, multipliers, tile_exponents, tiled
 from rose.kernels.registry import Band, Implementation, Sizes, register
 from rose.kernels.weights import ExpertWeights
 
-LIBRARY = PrefillLibrary()
-SPILLS = {
-    "ELi2EEE": (
-        8,
-        "256-column cluster kernels keep two integers of the schedule, read once per tile",
-    )
-}
-"""For `python -m rose.kernels aot`: bytes and reason, by a part of the kernel's name."""
+LIBRARY = FusedLibrary()
 COPY_MAX_EXPERTS = 64
 """Up to here a layer's FP8 copy is kept beside MXFP4: 20b (32 experts) 10 + 19 GB; 120b would need 180 GB."""
 
@@ -39,7 +32,7 @@ def moe_experts(
     expert_ids_TK: Tensor,
     expert_weights_TK: Tensor,
     *,
-    weights: ExpertWeights,
+    weights: ExpertWeights | TiledExperts,
     swiglu_alpha: float,
     swiglu_limit: float,
     out_TD: Tensor,
@@ -54,40 +47,8 @@ def moe_experts(
         swiglu_alpha=swiglu_alpha,
         swiglu_limit=swiglu_limit,
         out_TD=out_TD,
+        shapes=DEFAULT if isinstance(weights, TiledExperts) else VARIANTS["r128_late"],
     )
-
-
-def moe_experts_expanding(
-    x_TD: Tensor,
-    expert_ids_TK: Tensor,
-    expert_weights_TK: Tensor,
-    *,
-    weights: TiledExperts,
-    swiglu_alpha: float,
-    swiglu_limit: float,
-    out_TD: Tensor,
-) -> None:
-    """See the contract; each matrix is expanded into one scratch buffer just before its product."""
-    if x_TD.shape[0] == 0:
-        return
-    plain = weights.weights
-    table = LIBRARY.sort_by_expert(expert_ids_TK, num_experts=plain.gate_up.shape[0])
-    x_RD, x_scales = LIBRARY.quantize_rows(x_TD, table)
-    elements = max(plain.gate_up.values.numel(), plain.down.values.numel()) * 2
-    scratch = x_TD.new_empty(elements, dtype=torch.float8_e4m3fn)
-    a_RI, a_scales = LIBRARY.gate_up(
-        x_RD, x_scales, table,
-        values_EFD=LIBRARY.expand(plain.gate_up, weights.gate_up_exponents, out=scratch),
-        scales=weights.gate_up_scales, bias_EF=plain.gate_up_bias_EF,
-        alpha=swiglu_alpha, limit=swiglu_limit, columns=DEFAULT.gate_up, cluster=DEFAULT.cluster,
-    )  # fmt: skip
-    y_RD = LIBRARY.down(
-        a_RI, a_scales, table,
-        values_EDI=LIBRARY.expand(plain.down, weights.down_exponents, out=scratch),
-        scales=weights.down_scales, bias_ED=plain.down_bias_ED,
-        group=DEFAULT.hidden_group, columns=DEFAULT.down, cluster=DEFAULT.cluster,
-    )  # fmt: skip
-    LIBRARY.combine(y_RD, table, expert_weights_TK, out_TD=out_TD)
 
 
 def fp8_copy(weights: ExpertWeights) -> ExpertWeights:
@@ -124,25 +85,20 @@ def _copy_limits(sizes: Sizes) -> str | None:
     return _limits(sizes)
 
 
-def _expanding_workspace(sizes: Sizes, rows: int, longest: int) -> int:
-    scratch = 2 * sizes["E"] * sizes["I"] * sizes["D"]
-    return scratch + workspace(sizes, rows, longest)
-
-
 _COMMON = {
     "operation": "moe_experts",
+    "function": moe_experts,
     "device": "cuda",
     "min_capability": (9, 0),
     "max_capability": (9, 0),
     "phases": frozenset({"prefill"}),
     "library": LIBRARY.library,
     "workspace": workspace,
-    "activation_rounding": ("fp8_group128", f"fp8_group{DEFAULT.hidden_group}"),
+    "activation_rounding": (f"fp8_group{X_GROUP}", f"fp8_group{HIDDEN_GROUP}"),
 }
 register(
     Implementation(
-        name="cuda_prefill",
-        function=moe_experts,
+        name="cuda_fused",
         band=Band.SPECIALISED,
         formats={"activation": frozenset({"bf16"}), "weight": frozenset({"fp8_block"})},
         limits=_limits,
@@ -152,8 +108,7 @@ register(
 )
 register(
     Implementation(
-        name="cuda_prefill_copy",
-        function=moe_experts,
+        name="cuda_fused_copy",
         band=Band.SPECIALISED,
         formats={"activation": frozenset({"bf16"}), "weight": frozenset({"mxfp4"})},
         limits=_copy_limits,
@@ -164,13 +119,12 @@ register(
 )
 register(
     Implementation(
-        name="cuda_prefill_expand",
-        function=moe_experts_expanding,
+        name="cuda_fused_mxfp4",
         band=Band.TUNED,
         formats={"activation": frozenset({"bf16"}), "weight": frozenset({"mxfp4"})},
         limits=_limits,
         prepare=tiled,
-        note="the same, each matrix expanded into scratch memory at every call",
-        **{**_COMMON, "workspace": _expanding_workspace},
+        note="the same, mxfp4 expanded on its way to the tensor core",
+        **_COMMON,
     )
 )
