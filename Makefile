@@ -25,7 +25,7 @@ check: ## format, lint, types, rule tests
 	@$(VENV)/python -m pytest tests/rules
 
 soak: ## the tests that run longer
-	@$(PYTHON) tools/bootstrap.py engine test
+	@$(PYTHON) tools/bootstrap.py engine test soak
 	@$(VENV)/python -m pytest -m slow --timeout 1800
 
 serve: ## start both services on the embedded model

@@ -11,6 +11,7 @@ from rose.config import cli
 from rose.config.engine import EngineConfig
 from rose.config.quant import QuantConfig
 from rose.utils.errors import ConfigError
+from rose.utils.field_docs import field_docs
 
 
 def _by_path(*roots, **keywords):
@@ -100,4 +101,4 @@ def test_a_type_no_option_can_express_is_an_error():
 
 
 def test_docs_below_fields_are_read():
-    assert "mxfp4 keeps" in cli.field_docs(QuantConfig)["weights"]
+    assert "mxfp4 keeps" in field_docs(QuantConfig)["weights"]

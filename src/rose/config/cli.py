@@ -5,12 +5,8 @@ Knows dataclasses and strings, no command-line library: `rose.cli` turns an `Opt
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
-import itertools
 import re
-import textwrap
 import types
 import typing
 from collections import Counter
@@ -19,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from rose.utils.errors import ConfigError
+from rose.utils.field_docs import field_docs
 
 Tree = TypeVar("Tree")
 Path = tuple[str, ...]
@@ -159,23 +156,3 @@ def _default(field: dataclasses.Field) -> Any:
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return None
-
-
-def field_docs(node: type) -> dict[str, str]:
-    """Return the docstring below each field; empty where the source is not at hand."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(node)))
-    except (OSError, TypeError):
-        return {}
-    body = typing.cast(ast.ClassDef, tree.body[0]).body
-    docs = {}
-    for statement, following in itertools.pairwise(body):
-        if (
-            isinstance(statement, ast.AnnAssign)
-            and isinstance(statement.target, ast.Name)
-            and isinstance(following, ast.Expr)
-            and isinstance(following.value, ast.Constant)
-            and isinstance(following.value.value, str)
-        ):
-            docs[statement.target.id] = " ".join(following.value.value.split())
-    return docs

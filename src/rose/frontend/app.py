@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
+from functools import cached_property
 from typing import Any
 
 from msgspec import UNSET
@@ -13,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
 from rose.frontend.access import KeyCheck, Origins
@@ -22,11 +23,13 @@ from rose.frontend.chat import ChatFold, ChatWriter
 from rose.frontend.client import EngineClient
 from rose.frontend.completions import CompletionFold, CompletionWriter
 from rose.frontend.config import FrontendConfig
+from rose.frontend.docs_page import page
 from rose.frontend.errors import RequestError, error_body, error_headers
 from rose.frontend.generation import Job
 from rose.frontend.jobs import JobMaker
 from rose.frontend.metrics import Metrics
 from rose.frontend.middleware import RequestFrame
+from rose.frontend.openapi import document
 from rose.frontend.parsing import MAX_QUOTED, parse_chat, parse_completion, parse_json
 from rose.frontend.reply import JSON
 from rose.frontend.responses.routes import ResponsesRoutes
@@ -138,6 +141,26 @@ class Routes:
         return Response(encode(health), status_code=200 if is_ok else 503, media_type=JSON)
 
 
+class Description:
+    """What this server says of itself; made when it is first asked for."""
+
+    def __init__(self, model_names: Sequence[str], *, has_keys: bool) -> None:
+        self._model_names = model_names
+        self._has_keys = has_keys
+
+    async def openapi(self, _: Request) -> Response:
+        """GET /openapi.json."""
+        return Response(encode(self._document), media_type=JSON)
+
+    async def docs(self, _: Request) -> Response:
+        """GET /docs."""
+        return Response(page(self._document), media_type="text/html")
+
+    @cached_property
+    def _document(self) -> dict[str, Any]:
+        return document(self._model_names, has_keys=self._has_keys)
+
+
 def create_app(
     config: FrontendConfig,
     client: EngineClient,
@@ -149,6 +172,8 @@ def create_app(
     """Return the application; the client is started and closed with it. `keys`: see `access.read_keys`."""
     routes = Routes(config, client, jobs, metrics)
     responses = ResponsesRoutes(config, client, jobs, metrics)
+    keys = tuple(keys)
+    described = Description(jobs.model_names, has_keys=bool(keys))
     token_routes = TokenRoutes(config, client, jobs, metrics)
     metrics.observe_engine(client)
     if jobs.grammars.is_able:
@@ -183,6 +208,8 @@ def create_app(
             *token_routes.routes(),
             Route("/v1/models", routes.models),
             Route("/v1/models/{name:path}", routes.model),
+            Route("/openapi.json", described.openapi),
+            Route("/docs", described.docs),
             Route("/health", routes.health),
             Route("/ready", routes.ready),
             Route("/metrics", routes.metrics),
@@ -190,7 +217,7 @@ def create_app(
         middleware=[
             Middleware(RequestFrame, metrics=metrics, logs_requests=config.log_requests),
             Middleware(Origins, allowed=config.allowed_origins, metrics=metrics),
-            Middleware(KeyCheck, keys=tuple(keys), metrics=metrics),
+            Middleware(KeyCheck, keys=keys, metrics=metrics),
         ],
         exception_handlers={
             RequestError: on_request_error,
@@ -236,11 +263,18 @@ def _error_response(error: RequestError) -> Response:
     )
 
 
+def _methods_there(request: Request) -> list[str]:
+    """Return the methods of a path, which may be spread over several routes; Starlette names those of one."""
+    routes = [r for r in request.app.router.routes if isinstance(r, Route)]
+    paths = [r.path for r in routes if r.matches(request.scope)[0] is not Match.NONE]
+    return sorted({m for r in routes if r.path in paths[:1] for m in r.methods or ()})
+
+
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     where = f"{request.method} {request.url.path[:MAX_QUOTED]}"
     if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
+        allowed = ", ".join(_methods_there(request))
         response = _error_response(
             RequestError("method_not_allowed", f"{where}: allowed here: {allowed}")
         )
