@@ -15,7 +15,7 @@ demo: ## install, start both services on the embedded model, send a chat request
 
 test: ## install, run the tests of the CPU ring
 	@$(PYTHON) tools/bootstrap.py engine test
-	@$(VENV)/python -m pytest -n 2 --dist loadfile -m "not slow"
+	@$(VENV)/python -m pytest -n 2 --dist loadfile -m "not slow" -rs
 
 check: ## format, lint, types, rule tests
 	@$(PYTHON) tools/bootstrap.py engine test check

@@ -27,6 +27,12 @@ def test_ids_and_options_are_kept(tmp_path):
     assert second["tokens"] == []
 
 
+def test_needs_are_text_or_tokens(tmp_path):
+    path = _write(tmp_path, '{"text": "a", "needs": ["<|start|>user", [1, 2]]}')
+    [answer] = read_script(path, None)
+    assert answer["needs"] == [[200006, 1428], [1, 2]]
+
+
 def test_every_wrong_line_is_listed(tmp_path):
     lines = (
         '{"tokens": [1]}',
@@ -35,10 +41,12 @@ def test_every_wrong_line_is_listed(tmp_path):
         "[1]",
         '{"text": "a", "tokens": [1]}',
         '{"text": 3}',
+        '{"text": "a", "needs": 3}',
+        '{"text": "a", "needs": [3]}',
     )
     with pytest.raises(ConfigError) as caught:
         read_script(_write(tmp_path, *lines), None)
-    assert [f"line {n}:" in p for n, p in enumerate(caught.value.problems, start=2)] == [True] * 5
+    assert [f"line {n}:" in p for n, p in enumerate(caught.value.problems, start=2)] == [True] * 7
     assert "allowed fields: text, tokens" in str(caught.value)
 
 

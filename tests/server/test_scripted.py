@@ -57,6 +57,23 @@ def test_each_request_gets_the_next_line_and_the_first_comes_again():
     assert first == [[1], [2], [1]]
 
 
+def test_a_line_that_needs_tokens_answers_the_prompts_that_hold_them():
+    engine = _engine(
+        ScriptLine(tokens=[1], needs=[[2, 3], [1]]),
+        ScriptLine(tokens=[2], needs=[[23]]),
+        ScriptLine(tokens=[3]),
+    )
+    prompts = {"a": [1, 2, 3], "b": [2, 3, 1], "c": [1, 23], "d": [2, 1, 3], "e": [2]}
+    found = {
+        name: _play(engine, Request(request_id=name, prompt_token_ids=ids, max_tokens=9))
+        for name, ids in prompts.items()
+    }
+    tokens = {name: events[0].token_ids for name, events in found.items()}
+    assert tokens == {"a": [1], "b": [1], "c": [2], "d": [3], "e": [3]}
+    [refused] = _play(_engine(ScriptLine(needs=[[9]])), _request())
+    assert refused.code == "invalid_request"
+
+
 def test_delays_hold_tokens_back():
     engine = _engine(ScriptLine(tokens=[1, 2], delay_ms=100))
     engine.take(_request(), 0.0)

@@ -48,6 +48,9 @@ def _answer(line: Any, encode: Any) -> dict[str, Any]:
         if not isinstance(text, str):
             raise ValueError(f"text is {type(text).__name__}, not a string")
         line["tokens"] = encode(text)
+    needs = line.get("needs")
+    if isinstance(needs, list):
+        line["needs"] = [encode(text) if isinstance(text, str) else text for text in needs]
     return msgspec.to_builtins(msgspec.convert(line, ScriptLine))
 
 

@@ -57,6 +57,8 @@ class ScriptLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     cached_tokens: int = 0
     error: ScriptError | str | None = None
     """Sent after the tokens, in place of the end."""
+    needs: list[list[int]] = []
+    """Token sequences. The line answers every request whose prompt holds all of them, before the lines without."""
     is_fatal: bool = False
     """After the tokens the engine's process ends."""
 
@@ -101,7 +103,8 @@ class ScriptedEngine:
                 "the script has no lines; allowed: one JSON object per line and request; see docs/api.md"
             )
         self._config = config
-        self._lines = itertools.cycle(config.lines)
+        self._asked = [line for line in config.lines if line.needs]
+        self._lines = itertools.cycle([line for line in config.lines if not line.needs])
         self._plays: dict[str, _Play] = {}
         self._status_due = 0.0
         self._vocabularies: list[str] = []
@@ -122,7 +125,10 @@ class ScriptedEngine:
         problem = self._refusal(message)
         if problem is not None:
             return [problem]
-        line = next(self._lines)
+        line = self._line(message)
+        if line is None:
+            text = "no line of the script is for this prompt: add one without `needs`, or with needs that it holds"
+            return [ErrorEvent(request_id=message.request_id, code="invalid_request", message=text)]
         step_s = line.delay_ms / 1000
         due = (now // step_s + 1) * step_s if step_s else now
         deadline = None if message.timeout_s is None else now + message.timeout_s
@@ -166,6 +172,13 @@ class ScriptedEngine:
             num_output_tokens=self._num_output_tokens,
             vocabularies=self._vocabularies,
         )
+
+    def _line(self, request: Request) -> ScriptLine | None:
+        prompt = _searchable(request.prompt_token_ids)
+        for line in self._asked:
+            if all(_searchable(tokens) in prompt for tokens in line.needs):
+                return line
+        return next(self._lines, None)
 
     def _refusal(self, request: Request) -> ErrorEvent | None:
         config = self._config
@@ -215,6 +228,11 @@ class ScriptedEngine:
             num_prompt_tokens=len(play.request.prompt_token_ids),
             num_output_tokens=play.num_sent,
         )
+
+
+def _searchable(token_ids: Sequence[int]) -> str:
+    """Return tokens as text in which a sequence of them can be found."""
+    return f" {' '.join(map(str, token_ids))} "
 
 
 def _made_up_logprobs(play: _Play, first: int) -> list[TokenLogprobs] | None:
