@@ -22,7 +22,9 @@ def write_card(
     arguments: Namespace,
 ) -> None:
     """Write README.md of both folders and log.json."""
-    steps = " ".join(str(len(x)) for x in losses.values())
+    steps = " ".join(str(len(losses.get(name, ()))) for name in ("model", "mtp", "draft"))
+    start = f" --start {arguments.start.name}" if arguments.start is not None else ""
+    command = f"--steps {steps} --parts {' '.join(losses)}{start}"
     tasks = "\n".join(
         f"| {task} | "
         + " | ".join(f"{100 * scores[n][task]:.1f}" for n in ("mxfp4", "parent", "draft"))
@@ -43,7 +45,7 @@ back, tools, JSON under a schema, turns, instructions), rendered by rose's own H
 documentation of Python {platform.python_version()}'s standard library ({english.LICENCE}). It knows nothing else and answers anything
 else with nonsense; it is a test instrument.
 
-Trained by `python training/train.py --steps {steps} --seed {arguments.seed} --out DIR`: {rows * tokens:,} tokens a step.
+Trained by `python training/train.py {command} --seed {arguments.seed} --out DIR`: {rows * tokens:,} tokens a step.
 Last losses (nats per learnt token): {", ".join(f"{n} {sum(x[-20:]) / len(x[-20:]):.4f}" for n, x in losses.items())}.
 
 Held-out answers whose every token is the most likely one given those before it, in percent ({arguments.scored} per task;
@@ -56,6 +58,18 @@ Held-out answers whose every token is the most likely one given those before it,
 Licence: Apache-2.0; the English text it was trained on is {english.LICENCE}.
 """
     )
+    if "draft" in losses:
+        _write_draft_card(out, config, draft_config)
+    values = {
+        "log": log,
+        "losses": {n: [round(v, 5) for v in x] for n, x in losses.items()},
+        "config": asdict(config),
+        "bytes": checkpoint_bytes(config, num_mtp=1) + checkpoint_bytes(draft_config, num_mtp=0),
+    }
+    (out / "log.json").write_text(json.dumps(values) + "\n")
+
+
+def _write_draft_card(out: Path, config: GptOssConfig, draft_config: GptOssConfig) -> None:
     (out / "tiny-gpt-oss-draft" / "README.md").write_text(
         f"""# tiny-gpt-oss-draft
 
@@ -64,13 +78,6 @@ Draft model for speculative decoding of tiny-gpt-oss: the same vocabulary and da
 Trained in the same run; see its card. Licence: Apache-2.0.
 """
     )
-    values = {
-        "log": log,
-        "losses": {n: [round(v, 5) for v in x] for n, x in losses.items()},
-        "config": asdict(config),
-        "bytes": checkpoint_bytes(config, num_mtp=1) + checkpoint_bytes(draft_config, num_mtp=0),
-    }
-    (out / "log.json").write_text(json.dumps(values) + "\n")
 
 
 def _sizes(c: GptOssConfig) -> str:

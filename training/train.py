@@ -383,6 +383,7 @@ def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
         "--compile", default="auto", choices=("auto", "block", "parts", "plain", "none")
     )
     parser.add_argument("--workers", type=int, default=14, help="processes that draw data; 0: none")
+    parser.add_argument("--parts", nargs="+", default=list(SHARES), choices=list(SHARES))
     parser.add_argument("--start", type=Path, help="parent.pt of an earlier run, to go on from")
     parser.add_argument("--profile", type=Path, help="write the times of one step's kernels")
     parser.add_argument("--scored", type=int, default=40, help="held-out questions per task")
@@ -437,22 +438,24 @@ def main(words: list[str] | None = None) -> None:
         active_draft=active_parameters(draft_config),
     )
     steps = dict(zip(SHARES, arguments.steps or (None,) * 3, strict=True))
+    shares = {name: share for name, share in SHARES.items() if name in arguments.parts}
     parts = {
         "model": ModelPart("model", model, settings),
         "mtp": MtpPart(mtp, model, settings),
         "draft": ModelPart("draft", draft, settings, rate=1.5),
     }
     losses = {}
-    for name, part in parts.items():
+    for name in shares:
         left = 60 * arguments.minutes - (time.perf_counter() - begin)
-        share = SHARES[name] / sum(SHARES[n] for n in SHARES if n not in losses)
-        losses[name] = part.run(steps[name], max(left, 1.0) * share)
+        share = shares[name] / sum(shares[n] for n in shares if n not in losses)
+        losses[name] = parts[name].run(steps[name], max(left, 1.0) * share)
         if name == "model":
             export(model, tokenizer, arguments.out / "tiny-gpt-oss")  # a run cut short leaves this
     export(model, tokenizer, arguments.out / "tiny-gpt-oss", mtp)
     weights = {name: p.detach().bfloat16().cpu() for name, p in model.named_parameters()}
     torch.save(weights, arguments.out / "parent.pt")
-    export(draft, tokenizer, arguments.out / "tiny-gpt-oss-draft")
+    if "draft" in losses:
+        export(draft, tokenizer, arguments.out / "tiny-gpt-oss-draft")
     settings.source.close()
     documents = Documents(tokenizer)
     asked = {
