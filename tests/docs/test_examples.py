@@ -20,14 +20,15 @@ DOCS = ROOT / "docs"
 
 
 def _curl_bodies() -> list[dict]:
-    text = (DOCS / "api.md").read_text().replace("\\\n", " ")
+    pages = ("api.md", "responses.md")
+    text = "\n".join((DOCS / page).read_text() for page in pages).replace("\\\n", " ")
     commands = re.findall(r"^    (curl .*?\}')$", text, re.MULTILINE | re.DOTALL)
     return [json.loads(words[words.index("-d") + 1]) for words in map(shlex.split, commands)]
 
 
 def test_curl_examples_name_the_model_that_rose_serve_runs():
-    bodies = _curl_bodies()
-    assert len(bodies) == 3
+    bodies = [body for body in _curl_bodies() if "model" in body]  # /tokenize needs none
+    assert len(bodies) == 4
     assert {body["model"] for body in bodies} == {EMBEDDED_MODEL.name}
 
 
