@@ -220,13 +220,13 @@ def test_free_sequences_are_not_held_up_by_a_slow_grammar(is_overlapped, monkeyp
     engine = _engine(is_overlapped=is_overlapped)
     from rose.engine.matchers import Matcher
 
-    quick = Matcher.mask
+    quick = Matcher.checked
 
-    def slow(self):
+    def slow(self, mask):
         time.sleep(0.02)
-        return quick(self)
+        return quick(self, mask)
 
-    monkeypatch.setattr(Matcher, "mask", slow)
+    monkeypatch.setattr(Matcher, "checked", slow)
     held = Request(
         request_id="held",
         prompt_token_ids=[1, 2],
@@ -305,15 +305,15 @@ def test_a_grammar_that_cannot_be_built_fails_its_request_alone():
 def test_a_matcher_that_fails_in_the_middle_ends_its_request_with_a_reason(monkeypatch):
     from rose.engine.matchers import Matcher
 
-    advance, calls = Matcher.advance, []
+    take, calls = Matcher.take, []
 
     def failing(self, token_id):
         calls.append(token_id)
         if len(calls) == 3:
             raise ValueError("a bug of the library")
-        return advance(self, token_id)
+        take(self, token_id)
 
-    monkeypatch.setattr(Matcher, "advance", failing)
+    monkeypatch.setattr(Matcher, "take", failing)
     for is_overlapped in (False, True):
         calls.clear()
         engine = _engine(is_overlapped=is_overlapped)

@@ -8,34 +8,19 @@ business. docs/grammars.md tells the whole way.
 from __future__ import annotations
 
 import queue
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
 
 from rose.engine.grammar_state import GrammarState
-from rose.engine.matchers import TokenTrie
+from rose.engine.matcher_thread import Job, MatcherThread, Settled
+from rose.engine.matchers import Matcher, TokenTrie
 from rose.engine.sequence import Sequence, SequenceState
 from rose.protocol.grammar import Constraint, Vocabulary
-from rose.utils.errors import RoseError
-from rose.utils.log import get_logger
 
 MAX_VOCABULARIES = 4
 """Kept; one takes about 60 MB for 200,000 tokens, and frontends of one model share one."""
 WAIT_SECONDS = 0.02
 """Longest wait for a mask where nothing else can run; messages are read in between."""
-
-_logger = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """What a thread found: a mask for the sequence's next token, the grammar's end (None), or an error."""
-
-    sequence: Sequence
-    mask: bytes | None = None
-    error: str | None = None
 
 
 class Grammars:
@@ -50,8 +35,8 @@ class Grammars:
         self._opening: dict[str, Sequence] = {}
         self._is_used = False
         # Two threads, so that a large grammar of one request holds up no token of another.
-        self._builder = _Worker("grammar-builder")
-        self._matcher = _Worker("grammar-matcher")
+        self._builder = MatcherThread("grammar-builder", self._results)
+        self._matcher = MatcherThread("grammar-matcher", self._results)
 
     @property
     def vocabularies(self) -> list[str]:
@@ -81,7 +66,7 @@ class Grammars:
         self._tries[vocabulary.key] = trie
         while len(self._tries) > MAX_VOCABULARIES:
             self._tries.popitem(last=False)
-        self._builder.put(trie.build)
+        self._builder.run(trie.build)
 
     def knows(self, constraint: Constraint) -> bool:
         """Tell whether the vocabulary of a constraint is there."""
@@ -92,10 +77,10 @@ class Grammars:
         state = GrammarState(constraint, self._tries[constraint.vocabulary])
         sequence.grammar, self._is_used = state, True
         state.num_seen = len(sequence.token_ids)
-        first = state.started_by([])
+        first = state.started_by(sequence.token_ids, len(sequence.token_ids))
         state.is_ruling = first is not None
         self._opening[sequence.request_id] = sequence
-        self._submit(self._builder, sequence, lambda: _open(state, first))
+        self._submit(self._builder, sequence, lambda: state.build(first))
 
     def close(self, sequence: Sequence) -> bool:
         """Forget a sequence; tell whether it was not queued yet."""
@@ -142,16 +127,16 @@ class Grammars:
     def _take(self, sequence: Sequence, state: GrammarState) -> None:
         if state.is_ruling:
             token = sequence.token_ids[-1]
-            self._submit(self._matcher, sequence, lambda: _advance(state, token))
+            self._submit(self._matcher, sequence, lambda: state.advance(token))
             return
-        which = state.started_by(sequence.token_ids[sequence.num_prompt_tokens :])
+        which = state.started_by(sequence.token_ids, sequence.num_prompt_tokens)
         if which is not None:
             self._begin(sequence, state, which)
 
     def _begin(self, sequence: Sequence, state: GrammarState, which: int) -> None:
         state.is_ruling = True
         sequence.hold()
-        self._submit(self._matcher, sequence, lambda: _begin(state, which))
+        self._submit(self._matcher, sequence, lambda: state.begin(which))
 
     def _resume(self, sequence: Sequence, mask: bytes | None) -> None:
         """Let a sequence go on with a mask or, where its grammar is complete, freely or under another grammar."""
@@ -159,7 +144,7 @@ class Grammars:
         assert state is not None, "results are of constrained sequences"
         if mask is None:
             state.is_ruling = False
-            which = state.started_by(sequence.token_ids[sequence.num_prompt_tokens :])
+            which = state.started_by(sequence.token_ids, sequence.num_prompt_tokens)
             if which is not None:
                 self._begin(sequence, state, which)
                 return
@@ -167,55 +152,7 @@ class Grammars:
         sequence.is_held = False
 
     def _submit(
-        self, worker: _Worker, sequence: Sequence, work: Callable[[], bytes | None]
+        self, thread: MatcherThread, sequence: Sequence, find: Callable[[], Matcher | None]
     ) -> None:
-        results = self._results
-
-        def run() -> None:
-            try:
-                results.put(Settled(sequence, work()))
-            except RoseError as error:
-                results.put(Settled(sequence, error=str(error)))
-            except Exception as error:
-                # A bug or a broken library must not leave its client waiting for ever.
-                _logger.exception("the grammar of %s failed", sequence.request_id)
-                results.put(Settled(sequence, error=f"{type(error).__name__}: {error}"))
-
         self._num_pending += 1
-        worker.put(run)
-
-
-class _Worker:
-    """A thread that runs what it is given, in order; started with the first."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._jobs: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def put(self, job: Callable[[], Any]) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
-        self._jobs.put(job)
-
-    def _run(self) -> None:
-        while True:
-            self._jobs.get()()
-
-
-def _open(state: GrammarState, first: int | None) -> bytes | None:
-    """Build every grammar, so that errors come before the first token; return the first mask, None if all is free."""
-    for grammar in state.constraint.grammars:
-        state.trie.prepare(grammar.text)
-    return None if first is None else _begin(state, first)
-
-
-def _begin(state: GrammarState, which: int) -> bytes | None:
-    state.matcher = state.trie.matcher(state.constraint.grammars[which].text)
-    return state.matcher.mask()
-
-
-def _advance(state: GrammarState, token: int) -> bytes | None:
-    assert state.matcher is not None, "a grammar rules"
-    return state.matcher.advance(token)
+        thread.put(Job(sequence, find))

@@ -5,8 +5,10 @@ llguidance is imported when a vocabulary arrives, so that an engine whose client
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 from rose.protocol.grammar import Vocabulary
@@ -88,7 +90,7 @@ class TokenTrie:
 
         Raises  GrammarError
         """
-        return Matcher(self._built(text).deep_copy())
+        return Matcher(self._built(text).deep_copy(), self.mask_bytes)
 
     def _built(self, text: str) -> Any:
         with self._lock:
@@ -124,36 +126,71 @@ class TokenTrie:
 class Matcher:
     """One place in one grammar; for one thread at a time."""
 
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: Any, mask_bytes: int) -> None:
+        self.library = matcher
+        self.mask_bytes = mask_bytes
 
-    def mask(self) -> bytes | None:
-        """Return the packed bits of the tokens that may come next; None: the grammar is complete.
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing more may come."""
+        return self.library.is_stopped() and not self.library.is_error()
+
+    def take(self, token_id: int) -> None:
+        """Go on by a token.
+
+        Raises  GrammarError for one that the grammar does not allow
+        """
+        if not self.library.consume_token(token_id):
+            raise GrammarError(f"token {token_id} was sampled and not taken: {self._problem()}")
+
+    def mask(self) -> bytes:
+        """Return the packed bits of the tokens that may come next.
 
         Raises  GrammarError where the library gives up, or nothing may come next
         """
-        if self._matcher.is_stopped() and not self._matcher.is_error():
-            return None
-        mask = self._matcher.compute_bitmask()
-        if self._matcher.is_error():
+        return self.checked(self.library.compute_bitmask())
+
+    def checked(self, mask: bytes) -> bytes:
+        """Return a mask that the library computed.
+
+        Raises  GrammarError as `mask` does
+        """
+        if self.library.is_error():
             raise GrammarError(f"the grammar cannot be followed: {self._problem()}")
-        if mask == bytes(len(mask)):
+        if mask == bytes(self.mask_bytes):
             raise GrammarError(
                 "no token of the vocabulary may come next by the grammar; change the schema"
             )
         return mask
 
-    def advance(self, token_id: int) -> bytes | None:
-        """Take a token and return what `mask` then returns.
-
-        Raises  GrammarError, also for a token that the grammar does not allow
-        """
-        if not self._matcher.consume_token(token_id):
-            raise GrammarError(f"token {token_id} was sampled and not taken: {self._problem()}")
-        return self.mask()
-
     def _problem(self) -> str:
-        return _short(self._matcher.get_error())
+        return _short(self.library.get_error())
+
+
+def masks(matchers: list[Matcher], executor: Any = None) -> list[bytes | Exception]:
+    """Return the masks of matchers with masks of one size, or why one has none.
+
+    Units    executor: computes several side by side, on threads of the library
+    """
+    if executor is None:
+        return [_tried(matcher.mask) for matcher in matchers]
+    size = matchers[0].mask_bytes
+    buffer = bytearray(size * len(matchers))
+    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    pairs = [(matcher.library, i) for i, matcher in enumerate(matchers)]
+    executor.unsafe_compute_mask_ptr(pairs, address, size, len(matchers))
+    parts = [bytes(buffer[i * size : (i + 1) * size]) for i in range(len(matchers))]
+    return [
+        _tried(lambda m=matcher, p=part: m.checked(p))
+        for matcher, part in zip(matchers, parts, strict=True)
+    ]
+
+
+def _tried(function: Callable[[], bytes]) -> bytes | Exception:
+    try:
+        return function()
+    except Exception as error:  # noqa: BLE001 - each is answered to its own client
+        return error
 
 
 class _Source:
