@@ -120,7 +120,8 @@ def report(line: dict[str, Any]) -> str:
     return "\n".join([f"{line['batch']} sequences on {line['device']}", *table])
 
 
-def _build(num_sequences: int, num_tokens: int, *, is_caching: bool) -> LLMEngine:
+def build_null(num_sequences: int, num_tokens: int, *, is_caching: bool) -> LLMEngine:
+    """Return an engine without a model, overlapped, with pages for so many tokens of each sequence."""
     config = SchedulerConfig(max_sequences=num_sequences, max_waiting=num_sequences)
     layout = CacheLayout.of(published("20b"), CacheConfig(), kv_format="bf16")
     pages = {"full": num_sequences * (num_tokens // 64 + 1), "window": 48 * num_sequences}
@@ -156,7 +157,7 @@ def _steps(
     num_sequences: int, num_steps: int, *, is_caching: bool, stages: Stages | None
 ) -> list[float]:
     """Run an engine as its service does and return the time of each step in microseconds."""
-    engine = _build(num_sequences, num_steps + SPARE_TOKENS, is_caching=is_caching)
+    engine = build_null(num_sequences, num_steps + SPARE_TOKENS, is_caching=is_caching)
     _fill(engine, num_sequences, num_steps + 100)
     pair = LocalPair()
     endpoint = pair.engine

@@ -322,7 +322,7 @@ class LLMEngine:
         events = self._settle_grammars()
         plan = self.scheduler.schedule()
         if plan is None:
-            self.grammars.wait()
+            self.grammars.wait_idle()
             return events
         self._begin(plan)
         return events + self._commit(step(self.decoder, plan))
@@ -333,6 +333,8 @@ class LLMEngine:
         Planning n+1 takes for granted that no sequence stops in n. One that does has a token of n+1 computed
         in vain, which commit drops. One that a grammar rules sits out a step, as its mask needs its last token.
         """
+        if self._handles:
+            self.grammars.wait_busy()
         events = self._settle_grammars()
         plan = self.scheduler.schedule()
         if plan is not None:
@@ -342,7 +344,7 @@ class LLMEngine:
         if len(self._handles) > num_to_keep:
             return events + self._commit(self.decoder.collect(self._handles.popleft()))
         if plan is None:
-            self.grammars.wait()
+            self.grammars.wait_idle()
         return events
 
     def _begin(self, plan: StepPlan) -> None:

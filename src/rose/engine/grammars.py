@@ -7,7 +7,9 @@ business. docs/grammars.md tells the whole way.
 
 from __future__ import annotations
 
+import contextlib
 import queue
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
@@ -19,8 +21,11 @@ from rose.protocol.grammar import Constraint, Vocabulary
 
 MAX_VOCABULARIES = 4
 """Kept; one takes about 60 MB for 200,000 tokens, and frontends of one model share one."""
-WAIT_SECONDS = 0.02
+IDLE_SECONDS = 0.02
 """Longest wait for a mask where nothing else can run; messages are read in between."""
+PATIENCE_SECONDS = 0.0005
+"""Longest wait for masks while the device is busy with the step before: much less than a step takes, so that nobody is
+held up, and enough for the masks of 128 sequences on 8 threads."""
 
 
 class Grammars:
@@ -32,6 +37,8 @@ class Grammars:
         self._results: queue.SimpleQueue[Settled] = queue.SimpleQueue()
         self._early: list[Settled] = []
         self._num_pending = 0
+        self._num_masks = 0
+        """Of the pending results, those that sequences under a grammar wait for."""
         self._opening: dict[str, Sequence] = {}
         self._is_used = False
         # Two threads, so that a large grammar of one request holds up no token of another.
@@ -59,14 +66,17 @@ class Grammars:
         return len(self._opening)
 
     def learn(self, vocabulary: Vocabulary) -> None:
-        """Get to know a vocabulary; building it takes most of a second for 200,000 tokens, once."""
+        """Get to know a vocabulary; takes most of a second for 200,000 tokens, once.
+
+        Not on a thread: the library keeps Python to itself meanwhile.
+        """
         if vocabulary.key in self._tries:
             return
         trie = TokenTrie(vocabulary, self._vocab_size)
         self._tries[vocabulary.key] = trie
         while len(self._tries) > MAX_VOCABULARIES:
             self._tries.popitem(last=False)
-        self._builder.run(trie.build)
+        trie.build()
 
     def knows(self, constraint: Constraint) -> bool:
         """Tell whether the vocabulary of a constraint is there."""
@@ -101,9 +111,10 @@ class Grammars:
 
         A sequence whose mask came may be planned again.
         """
-        while self._early or not self._results.empty():
-            found = self._early.pop() if self._early else self._results.get()
-            self._num_pending -= 1
+        while not self._results.empty():
+            self._note(self._results.get())
+        found_early, self._early = self._early, []
+        for found in found_early:
             sequence = found.sequence
             if sequence.state is SequenceState.FINISHED:
                 continue
@@ -116,13 +127,25 @@ class Grammars:
             else:
                 self._resume(sequence, found.mask)
 
-    def wait(self) -> None:
-        """Wait a moment for a result, where nothing else can be done."""
+    def wait_idle(self) -> None:
+        """Wait a moment for any result, where nothing else can be done."""
         if self._num_pending and not self._early:
-            try:
-                self._early.append(self._results.get(timeout=WAIT_SECONDS))
-            except queue.Empty:
-                return
+            self._wait(IDLE_SECONDS)
+
+    def wait_busy(self) -> None:
+        """Wait for the masks that are being computed, but never long: the device has a step to do meanwhile."""
+        end = time.monotonic() + PATIENCE_SECONDS if self._num_masks else 0.0
+        while self._num_masks and (left := end - time.monotonic()) > 0:
+            self._wait(left)
+
+    def _wait(self, seconds: float) -> None:
+        with contextlib.suppress(queue.Empty):
+            self._note(self._results.get(timeout=seconds))
+
+    def _note(self, found: Settled) -> None:
+        self._num_pending -= 1
+        self._num_masks -= found.sequence.is_held
+        self._early.append(found)
 
     def _take(self, sequence: Sequence, state: GrammarState) -> None:
         if state.is_ruling:
@@ -155,4 +178,5 @@ class Grammars:
         self, thread: MatcherThread, sequence: Sequence, find: Callable[[], Matcher | None]
     ) -> None:
         self._num_pending += 1
+        self._num_masks += sequence.is_held
         thread.put(Job(sequence, find))

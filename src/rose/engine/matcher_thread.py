@@ -44,35 +44,22 @@ class MatcherThread:
     def __init__(self, name: str, results: queue.SimpleQueue[Settled]) -> None:
         self._name = name
         self._results = results
-        self._jobs: queue.SimpleQueue[Job | Callable[[], None]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._executor: Any = None
 
     def put(self, job: Job) -> None:
         """Have a job done; its result comes in the queue."""
-        self._enqueue(job)
-
-    def run(self, work: Callable[[], None]) -> None:
-        """Have something done that has no result and does not raise."""
-        self._enqueue(work)
-
-    def _enqueue(self, item: Job | Callable[[], None]) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
             self._thread.start()
-        self._jobs.put(item)
+        self._jobs.put(job)
 
     def _loop(self) -> None:
         while True:
-            items = [self._jobs.get()]
-            while len(items) < MAX_JOBS and not self._jobs.empty():
-                items.append(self._jobs.get())
-            jobs = []
-            for item in items:
-                if isinstance(item, Job):
-                    jobs.append(item)
-                else:
-                    item()
+            jobs = [self._jobs.get()]
+            while len(jobs) < MAX_JOBS and not self._jobs.empty():
+                jobs.append(self._jobs.get())
             self._do(jobs)
 
     def _do(self, jobs: list[Job]) -> None:
