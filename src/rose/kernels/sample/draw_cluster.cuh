@@ -493,17 +493,19 @@ __device__ __forceinline__ void draw_row(const Call& c, Shared<kThreads, kCluste
       double limit = top_p;
       uint32_t floor = key_of(-INFINITY);
       typename Row<kThreads, kCluster>::Edge edge;
-      if (top_k > 0) {
-        // No limit yet, but masses are wanted where top_p is a share of them.
-        double endless = INFINITY;
-        edge = r.descend(values, count, top, floor, most, endless, has_mass, false);
-        if (has_mass) {
+      // First the last of the top_k; their mass, which top_p is a share of, then limits a second search among them.
+#pragma unroll 1
+      for (int search = top_k > 0 ? 0 : 1; search < (has_mass ? 2 : 1); ++search) {
+        double bound = search == 0 ? static_cast<double>(INFINITY) : limit;
+        edge = r.descend(values, count, top, floor, most, bound, has_mass, search == 1 && top_k == 0);
+        if (search == 1) {
+          limit = bound;
+        } else if (has_mass) {
           const double p = exp(static_cast<double>(value_of(edge.key) - top));
           limit *= edge.mass + min(most - edge.above, edge.here) * p;
           floor = edge.key;
         }
       }
-      if (has_mass) edge = r.descend(values, count, top, floor, most, limit, true, top_k == 0);
       last_x = value_of(edge.key);
       uint32_t kept = min(edge.here, most - edge.above);
       if (has_mass) {
