@@ -36,20 +36,25 @@ def host(tmp_path_factory):
             path, folder
         )  # the stand-ins come last and take the place of what they stand for
     command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-w"]
-    done = subprocess.run(
-        [*command, "-o", str(folder / "host.so"), str(folder / "host_warpgroup.cpp")],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return ctypes.CDLL(str(folder / "host.so"))
+
+    def build_one(name):
+        target = folder / f"{name}.so"
+        done = subprocess.run(
+            [*command, "-o", str(target), str(folder / f"{name}.cpp")],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        return ctypes.CDLL(str(target))
+
+    return {name: build_one(name) for name in ("host_warpgroup", "host_ring")}
 
 
 @pytest.fixture
 def on_cpu(host, monkeypatch):
     types = {"p": ctypes.c_void_p, "i": ctypes.c_int, "f": ctypes.c_float}
 
-    def launcher(name, letters):
-        function = getattr(host, name)
+    def launcher(library, name, letters):
+        function = getattr(host[library], name)
         function.argtypes = [types[t] for t in letters]
 
         def call(*arguments):
@@ -66,8 +71,13 @@ def on_cpu(host, monkeypatch):
             return call
 
     ours, narrow = cuda_warpgroup, cuda_warpgroup.narrow
-    monkeypatch.setattr(ours, "_gate_up", launcher("launch_gate_up_wide", ours.GATE_UP_TYPES))
-    monkeypatch.setattr(ours, "_down", launcher("launch_down_wide", ours.DOWN_TYPES))
+    for attribute, library, name, types_ in (
+        ("_gate_up", "host_warpgroup", "launch_gate_up_wide", ours.GATE_UP_TYPES),
+        ("_down", "host_warpgroup", "launch_down_wide", ours.DOWN_TYPES),
+        ("_gate_up_ring", "host_ring", "launch_gate_up_ring", ours.RING_GATE_UP_TYPES),
+        ("_down_ring", "host_ring", "launch_down_ring", ours.RING_DOWN_TYPES),
+    ):
+        monkeypatch.setattr(ours, attribute, launcher(library, name, types_))
     monkeypatch.setattr(narrow, "_combine_kernel", Combine)
     monkeypatch.setattr(narrow, "num_multiprocessors", lambda _index: 3)
     monkeypatch.setattr(narrow, "_stream", lambda _tensor: 0)
@@ -91,26 +101,39 @@ def _check(case, **options) -> None:
         (7, {"width": 8, "groups": 2, "is_fused": True}),
         (17, {"width": 16, "groups": 1}),
         (30, {"width": 24, "groups": 1}),
+        (1, {"width": 8, "groups": 2, "stages": 3, "is_fused": True}),
+        (17, {"width": 16, "groups": 1, "stages": 2}),
+        (30, {"width": 24, "groups": 1, "stages": 3}),
     ],
-    ids=["one", "few", "listed_by_all_threads", "twenty_four_tokens_a_pass"],
+    ids=[
+        "one",
+        "few",
+        "listed_by_all_threads",
+        "twenty_four_tokens_a_pass",
+        "one_by_ring",
+        "many_by_ring",
+        "more_by_ring",
+    ],
 )
 @pytest.mark.usefixtures("on_cpu")
 def test_the_kernel_gives_the_reference(tokens, options):
     _check(cases._case("drawn", tokens, SIZES), **options)
 
 
+@pytest.mark.parametrize("stages", [0, 3], ids=["registers", "ring"])
 @pytest.mark.usefixtures("on_cpu")
-def test_codes_are_loaded_ahead_round_and_round():
+def test_codes_are_loaded_ahead_round_and_round(stages):
     _check(
         cases._case("drawn", 1, {"D": 704, "I": 1120, "E": 2, "K": 1}),
-        width=8, groups=2, is_fused=True,
+        width=8, groups=2, stages=stages, is_fused=True,
     )  # fmt: skip
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stages", [0, 3], ids=["registers", "ring"])
 @pytest.mark.usefixtures("on_cpu")
-def test_an_expert_with_more_tokens_than_a_pass_takes_is_hit_twice():
-    _check(cases._case("drawn", 18, SIZES, experts_hit=2), width=8, groups=2)
+def test_an_expert_with_more_tokens_than_a_pass_takes_is_hit_twice(stages):
+    _check(cases._case("drawn", 18, SIZES, experts_hit=2), width=8, groups=2, stages=stages)
 
 
 @pytest.mark.slow
@@ -132,9 +155,12 @@ def test_without_any_expert_here_the_sum_is_zero():
 @pytest.mark.slow
 @pytest.mark.skipif(build.find_nvcc() is None, reason="nvcc is not installed")
 def test_kernels_compile_without_spills_and_products_are_not_serialised():
-    log = cuda_warpgroup.LIBRARY.build().log
+    logs = [
+        library.build().log for library in (cuda_warpgroup.LIBRARY, cuda_warpgroup.RING_LIBRARY)
+    ]
+    log = "".join(logs)
     registers = [int(r) for r in re.findall(r"Used (\d+) registers", log)]
-    assert len(registers) == 14
+    assert len(registers) == 28
     assert set(re.findall(r"(\d+) bytes spill", log)) == {"0"}
     assert "warning" not in log
     assert "serialized" not in log

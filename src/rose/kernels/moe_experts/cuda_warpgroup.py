@@ -33,6 +33,12 @@ DOWN_TYPES = "pppppppppiiiiiiiiip"
 _gate_up = LIBRARY.launcher("launch_gate_up_wide", GATE_UP_TYPES)
 _down = LIBRARY.launcher("launch_down_wide", DOWN_TYPES)
 
+RING_LIBRARY = CudaLibrary(Path(__file__).with_name("decode_ring_sm90.cu"))
+RING_GATE_UP_TYPES = "pppppppiiiiiiffiiiiip"
+RING_DOWN_TYPES = "pppppppppiiiiiiiiiip"
+_gate_up_ring = RING_LIBRARY.launcher("launch_gate_up_ring", RING_GATE_UP_TYPES)
+_down_ring = RING_LIBRARY.launcher("launch_down_ring", RING_DOWN_TYPES)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
@@ -42,6 +48,8 @@ class Launch:
     """Tokens of one expert that one pass over its weights serves."""
     groups: int = 4
     """Warpgroups of a block."""
+    stages: int = 0
+    """Chunks of 8 KB in each warpgroup's ring (decode_ring.cuh); 0: codes are loaded straight into registers."""
     is_dependent: bool = True
     """Programmatic dependent launch, as in cuda_decode_impl."""
     is_fused: bool = False
@@ -51,13 +59,14 @@ class Launch:
 
 
 def shared_bytes(shape: Launch, num_tokens: int, sizes: Sizes) -> int:
-    """Return the shared memory of one block, as `WideLayout` of decode_warpgroup.cuh has it."""
+    """Return the shared memory of one block, as `WideLayout` and `RingLayout` have it."""
     columns, num_pairs = max(sizes["D"], sizes["I"]), num_tokens * sizes["K"]
     activations = ceil_div(columns, 128) * shape.width * 256
     scales = 2 * shape.groups * TILE_ROWS * columns // 32
     hits = min(num_pairs, sizes["E"]) + num_pairs // shape.width + 1
     lists = hits * 16 + (sizes["E"] + 1) * 4 + num_pairs * 4
-    return activations + scales + 16 * shape.groups + lists
+    ring = shape.groups * shape.stages * 8192 + ceil_div(shape.groups * shape.stages * 8, 16) * 16
+    return activations + scales + ring + 16 * shape.groups + lists
 
 
 def fits(shape: Launch, num_tokens: int, sizes: Sizes) -> bool:
@@ -108,10 +117,11 @@ def gate_up(
     assert bias_EF.dtype == torch.bfloat16, f"biases are {bias_EF.dtype}, must be bf16"
     assert matrix.format == MXFP4, f"takes mxfp4, not {matrix.format.name}"
     assert matrix.scales is not None, "mxfp4 comes with scales"
-    _gate_up(
+    launcher = _gate_up_ring if shape.stages else _gate_up
+    fetched = () if shape.stages else (weights.down.values.data_ptr() if shape.fetches else 0,)
+    launcher(
         x_TD.data_ptr(), ids_TK.data_ptr(), matrix.values.data_ptr(), matrix.scales.data_ptr(),
-        bias_EF.data_ptr(), act_PI.data_ptr(), narrow._pointer(counters),
-        weights.down.values.data_ptr() if shape.fetches else 0,
+        bias_EF.data_ptr(), act_PI.data_ptr(), narrow._pointer(counters), *fetched,
         ids_TK.numel(), ids_TK.shape[1], num_experts, inner, hidden,
         0 if counters is None else counters.numel(), alpha, limit, *_tail(shape, x_TD),
     )  # fmt: skip
@@ -126,7 +136,8 @@ def down(
     matrix, bias_ED = weights.down, weights.down_bias_ED
     assert bias_ED.dtype == torch.bfloat16, f"biases are {bias_ED.dtype}, must be bf16"
     assert matrix.scales is not None, "mxfp4 comes with scales"
-    _down(
+    launcher = _down_ring if shape.stages else _down
+    launcher(
         act_PI.data_ptr(), ids_TK.data_ptr(), matrix.values.data_ptr(), matrix.scales.data_ptr(),
         bias_ED.data_ptr(), y_PD.data_ptr(), weights_TK.data_ptr(), out_TD.data_ptr(),
         narrow._pointer(counters), ids_TK.numel(), ids_TK.shape[1], num_experts, hidden, inner,
@@ -136,7 +147,8 @@ def down(
 
 def _tail(shape: Launch, x: Tensor) -> tuple[int, ...]:
     blocks = narrow.num_multiprocessors(x.device.index)
-    return (shape.width, shape.groups, blocks, shape.is_dependent, narrow._stream(x))
+    stages = (shape.stages,) if shape.stages else ()
+    return (shape.width, shape.groups, *stages, blocks, shape.is_dependent, narrow._stream(x))
 
 
 def limits(sizes: Sizes) -> str | None:

@@ -113,13 +113,13 @@ __device__ __forceinline__ void load_codes(Codes& v, const uint8_t* lane_codes, 
   v.high = load_once(lane_codes + kColumns / 2 + slot * 64);
 }
 
-// Write SwiGLU or output rows of a tile. Thread (g, t) of a warp has rows 2g and 2g + 1 of the warp's 16 for tokens
-// 8j + 2t and 8j + 2t + 1.
+// Write SwiGLU or output rows of a tile. Thread (g, t) of a warp has rows 2 * place and 2 * place + 1 of the warp's 16
+// for tokens 8j + 2t and 8j + 2t + 1; `place` is g or a permutation of it.
 template <int kN, bool kGateUp>
 __device__ __forceinline__ void finish_tile(const Call& c, const int4& hit, int tile, const float (&d)[kN / 2],
-                                            const uint16_t* order) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, warp = (threadIdx.x >> 5) & 3;
-  const int row = tile * kTileRows + warp * 16 + 2 * g;
+                                            const uint16_t* order, int place) {
+  const int t = threadIdx.x & 3, warp = (threadIdx.x >> 5) & 3;
+  const int row = tile * kTileRows + warp * 16 + 2 * place;
   const uint32_t bias = *reinterpret_cast<const uint32_t*>(c.bias + static_cast<size_t>(hit.x) * c.rows + row);
   const float bias_even = __uint_as_float(bias << 16), bias_odd = __uint_as_float(bias & 0xFFFF0000u);
 #pragma unroll
@@ -305,7 +305,7 @@ __global__ void __launch_bounds__(kGroups * 128, 1) warpgroup_kernel(const Call 
       wgmma_wait<0>();
       settle(d);
       codes = codes_next;
-      finish_tile<kN, kGateUp>(c, h, tile, d, order);
+      finish_tile<kN, kGateUp>(c, h, tile, d, order, g);
       if constexpr (!kGateUp) {
         if (c.counters != nullptr) add_up_tile_if_last(c, tile, num_hits, last_flag);
       }
