@@ -1,6 +1,6 @@
 """Check and time the decode kernels that are not in force yet, beside those that are.
 
-    PYTHONPATH=src python benchmarks/decode_variants2.py [--ops sample rows 20b 120b] [--batches 1 8 32 128]
+    PYTHONPATH=src python benchmarks/decode_variants2.py [--ops sample rows layer 20b 120b] [--batches 1 8 32 128]
         [--out FILE.jsonl] [--seconds 105] [--ablation]
 
 Compiles all CUDA sources side by side, then runs each operation in a process of its own: every variant is held
@@ -27,43 +27,49 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from decode_variants import EXPERTS, INNER, D, K, Recorder, _moe_calls, expert_layers, time_call
 
-from rose.kernels import registry
+from rose.kernels import draw, registry
 from rose.kernels.build import CudaLibrary
 from rose.kernels.cases import compare
 from rose.kernels.check import cases_module
 from rose.kernels.gemm.reference import reference as gemm_reference
 from rose.kernels.moe_experts.reference import reference as experts_reference
 from rose.kernels.sample.reference import reference as sample_reference
+from rose.kernels.weights import LinearWeights
 
-for operation in ("moe_experts", "sample", "gemm", "rms_norm"):
+for operation in (
+    "moe_experts", "sample", "gemm", "rms_norm", "attention_decode", "rope_kv_write", "moe_route",
+):  # fmt: skip
     registry.load(operation)
-STREAM = importlib.import_module("rose.kernels.moe_experts.cuda_decode_impl")
-GLUON = importlib.import_module("rose.kernels.moe_experts.gluon_decode_impl")
-WIDE = importlib.import_module("rose.kernels.moe_experts.cuda_warpgroup")
-ROWS = importlib.import_module("rose.kernels.gemm.cuda_rows")
-GLUON_GEMM = importlib.import_module("rose.kernels.gemm.gluon_decode_impl")
-TRITON_GEMM = importlib.import_module("rose.kernels.gemm.triton_impl")
-NORM = importlib.import_module("rose.kernels.rms_norm.triton_impl")
-CLUSTER = importlib.import_module("rose.kernels.sample.cuda_cluster")
-TRITON_SAMPLE = importlib.import_module("rose.kernels.sample.triton_impl")
+STREAM: Any = importlib.import_module("rose.kernels.moe_experts.cuda_decode_impl")
+GLUON: Any = importlib.import_module("rose.kernels.moe_experts.gluon_decode_impl")
+WIDE: Any = importlib.import_module("rose.kernels.moe_experts.cuda_warpgroup")
+ROWS: Any = importlib.import_module("rose.kernels.gemm.cuda_rows")
+GLUON_GEMM: Any = importlib.import_module("rose.kernels.gemm.gluon_decode_impl")
+TRITON_GEMM: Any = importlib.import_module("rose.kernels.gemm.triton_impl")
+NORM: Any = importlib.import_module("rose.kernels.rms_norm.triton_impl")
+ATTENTION: Any = importlib.import_module("rose.kernels.attention_decode.triton_impl")
+ROPE: Any = importlib.import_module("rose.kernels.rope_kv_write.triton_impl")
+ROUTE: Any = importlib.import_module("rose.kernels.moe_route.cuda_decode_impl")
+CLUSTER: Any = importlib.import_module("rose.kernels.sample.cuda_cluster")
+TRITON_SAMPLE: Any = importlib.import_module("rose.kernels.sample.triton_impl")
 
 PRODUCTS = CudaLibrary(STREAM.LIBRARY.source, defines=("ROSE_UNPACK_BY_PRODUCTS",))
-LEFT_OUT = {
-    f"without {what}": CudaLibrary(WIDE.LIBRARY.source, defines=(f"ROSE_LEFT_OUT={level}",))
-    for level, what in ((1, "unpacking"), (2, "unpacking and products"))
-}
+FAR = CudaLibrary(WIDE.LIBRARY.source, defines=("ROSE_L2_BYTES=256",))
+LEFT_OUT = CudaLibrary(WIDE.RING_LIBRARY.source, defines=("ROSE_LEFT_OUT=2",))
+"""Loads alone."""
 Launcher = Callable[..., None]
-SHARES = {"sample": 2, "rows": 1, "20b": 3, "120b": 4}
+SHARES = {"sample": 2, "rows": 1, "layer": 2, "20b": 3, "120b": 4}
 """Of the time."""
 
 
 def libraries(args: argparse.Namespace) -> list[CudaLibrary]:
     """Return what has to be compiled."""
     found = [CLUSTER.LIBRARY] if "sample" in args.ops else []
-    found += [ROWS.LIBRARY] if "rows" in args.ops else []
+    found += [ROWS.LIBRARY] if {"rows", "layer"} & set(args.ops) else []
+    found += [STREAM.LIBRARY, ROUTE.LIBRARY] if "layer" in args.ops else []
     if {"20b", "120b"} & set(args.ops):
-        found += [STREAM.LIBRARY, WIDE.LIBRARY, PRODUCTS]
-        found += LEFT_OUT.values() if args.ablation else []
+        found += [STREAM.LIBRARY, WIDE.LIBRARY, WIDE.RING_LIBRARY, PRODUCTS, FAR]
+        found += [LEFT_OUT] if args.ablation else []
     return found
 
 
@@ -85,6 +91,23 @@ class Swapped:
         self.module._gate_up, self.module._down = self.before
 
 
+class RingSwapped:
+    """The same for the rings of the warpgroup kernel."""
+
+    def __init__(self, library: CudaLibrary) -> None:
+        self.others = (
+            library.launcher("launch_gate_up_ring", WIDE.RING_GATE_UP_TYPES),
+            library.launcher("launch_down_ring", WIDE.RING_DOWN_TYPES),
+        )
+
+    def __enter__(self) -> None:
+        self.before = (WIDE._gate_up_ring, WIDE._down_ring)
+        WIDE._gate_up_ring, WIDE._down_ring = self.others
+
+    def __exit__(self, *_: object) -> None:
+        WIDE._gate_up_ring, WIDE._down_ring = self.before
+
+
 def wide_shapes(batch: int, experts: int) -> Iterator[Any]:
     """Return the launch shapes of the warpgroup kernel worth timing."""
     sizes = {"D": D, "I": INNER, "E": experts, "K": K}
@@ -96,9 +119,19 @@ def wide_shapes(batch: int, experts: int) -> Iterator[Any]:
             if (width > 16 and groups == 4) or not WIDE.fits(shape, batch, sizes):
                 continue
             yield shape
-            if batch <= 16:
-                yield replace(shape, is_fused=True)
-                yield replace(shape, fetches=True)
+    rings = {
+        8: ((4, 4), (3, 5)),
+        16: ((3, 4), (3, 3), (2, 5)),
+        24: ((3, 2), (2, 3), (2, 4)),
+        32: (),
+    }
+    for width in widths:
+        for groups, stages in rings[width]:
+            shape = WIDE.Launch(width=width, groups=groups, stages=stages)
+            if WIDE.fits(shape, batch, sizes):
+                yield shape
+                if batch <= 16:
+                    yield replace(shape, is_fused=True)
 
 
 def moe_variants(
@@ -112,12 +145,15 @@ def moe_variants(
     names = ("launch_gate_up", "launch_down")
     yield "stream, products", STREAM, STREAM.choose(batch, sizes), Swapped(STREAM, PRODUCTS, names)
     shapes = list(wide_shapes(batch, experts))
+    names = ("launch_gate_up_wide", "launch_down_wide")
+    plain = [s for s in shapes if not s.stages and not s.is_fused and not s.fetches]
+    for shape in plain:
+        yield "wide, 256 bytes into L2", WIDE, shape, Swapped(WIDE, FAR, names)
     for shape in shapes:
         yield "wide", WIDE, shape, None
     if ablation:
-        names = ("launch_gate_up_wide", "launch_down_wide")
-        for name, library in LEFT_OUT.items():
-            yield f"wide {name}", WIDE, shapes[0], Swapped(WIDE, library, names)
+        for shape in (s for s in shapes if s.stages):
+            yield "wide, loads alone", WIDE, shape, RingSwapped(LEFT_OUT)
 
 
 def bench_moe(model: str, args: argparse.Namespace, out: Recorder) -> None:
@@ -148,7 +184,7 @@ def bench_moe(model: str, args: argparse.Namespace, out: Recorder) -> None:
                     call["out_TD"].fill_(float("nan"))
                     module.launch(shape, **call)
                     wrong = wrong or compare("out", call["out_TD"], right, tolerance)
-                if wrong is not None and "without" not in name:
+                if wrong is not None and "alone" not in name:
                     out.add(**line, error=f"wrong: {wrong}"[:300])
                     continue
                 us = time_call(
@@ -275,6 +311,123 @@ def _row_variants(name: str, batch: int) -> Iterator[tuple[str, Launcher, bool]]
         yield f"rows {tiles}", lambda t=tiles, **a: ROWS.launch(t, a.pop("x_TK"), **a), True
 
 
+# A layer: what dependent launches are worth
+
+
+def bench_layer(args: argparse.Namespace, out: Recorder) -> None:
+    """Time one layer of the 20b after another, with and without dependent launches."""
+    gemm_cases = cases_module("gemm")
+    experts = expert_layers(EXPERTS["20b"])
+    sizes = {"D": D, "I": INNER, "E": EXPERTS["20b"], "K": K}
+    for batch, length in ((1, 8192), (8, 8192), (32, 2048), (128, 1024)):
+        if batch > max(args.batches):
+            continue
+        pages = length // 64
+        total = batch * pages
+        layers = [
+            {
+                "qkv": gemm_cases.inputs(gemm_cases._case("x", batch, gemm_cases.QKV), i, "cuda"),
+                "out": gemm_cases.inputs(
+                    gemm_cases._case("x", batch, gemm_cases.OUT, residual="in_place"), i, "cuda"
+                ),
+                "experts": experts[i % 2],
+                "kv": torch.randn(total, 2, 8, 64, 64, device="cuda").bfloat16(),
+                "router": LinearWeights(
+                    matrix=draw.matrix(
+                        "bf16", EXPERTS["20b"], D, source=draw.generator("cuda", 50 + i)
+                    ),
+                    bias_N=torch.randn(EXPERTS["20b"], device="cuda").bfloat16(),
+                ),
+            }
+            for i in range(4)
+        ]
+        state = {
+            "norm": torch.ones(D, device="cuda"),
+            "hidden": torch.empty(batch, D, dtype=torch.bfloat16, device="cuda"),
+            "attended": torch.empty(batch, 64, 64, dtype=torch.bfloat16, device="cuda"),
+            "ids": torch.empty(batch, K, dtype=torch.int32, device="cuda"),
+            "weights": torch.empty(batch, K, dtype=torch.bfloat16, device="cuda"),
+            "table": torch.arange(total, device="cuda").int().view(batch, pages),
+            "lengths": torch.full((batch,), length, device="cuda").int(),
+            "positions": torch.full((batch,), length - 1, device="cuda"),
+            "cos_sin": torch.rand(length, 64, device="cuda"),
+            "slots": torch.arange(batch, device="cuda") * length + length - 1,
+            "sinks": torch.zeros(64, device="cuda"),
+        }
+        for window in (None, 128):
+            for config, is_dependent, rows in (
+                ("as bound", False, 0), ("dependent", True, 0), ("dependent, rows 1", True, 1),
+                ("dependent, rows 2", True, 2),
+            ):  # fmt: skip
+                if time.time() > args.deadline:
+                    out.late += 1
+                    continue
+                if rows and batch > ROWS.MAX_TOKENS:
+                    continue
+                line = {
+                    "op": f"layer_{window or 'full'}_{length}",
+                    "batch": batch,
+                    "config": config,
+                }
+                try:
+                    call = _layer(layers, state, batch, length, window, sizes, is_dependent, rows)
+                    us = time_call(call, 4, calls=12)
+                    out.add(**line, us=us, tb_per_s=0.0)
+                except Exception as error:  # noqa: BLE001
+                    out.add(**line, error=repr(error)[:300])
+
+
+def _layer(
+    layers: list[dict[str, Any]], s: dict[str, Any], batch: int, length: int, window: int | None,
+    sizes: dict[str, int], is_dependent: bool, rows: int,
+) -> Callable[[int], None]:  # fmt: skip
+    attention = replace(ATTENTION.choose(batch, 8, length, window), is_dependent=is_dependent)
+    qkv_shape = replace(TRITON_GEMM.choose(batch, {"N": 5120, "K": D}), is_dependent=is_dependent)
+
+    def run(i: int) -> None:
+        layer = layers[i]
+        norm = {"eps": 1e-5, "residual_TD": None, "is_dependent": is_dependent}
+        NORM.launch(layer["out"]["out_TN"], s["norm"], out_TD=s["hidden"], **norm)
+        qkv = {**layer["qkv"]}
+        qkv.pop("x_TK")
+        if rows:
+            ROWS.launch(rows, s["hidden"], **qkv)
+        else:
+            TRITON_GEMM.launch(qkv_shape, s["hidden"], **qkv)
+        ROPE.launch(
+            qkv["out_TN"], s["positions"], s["cos_sin"], s["slots"], kv_pages=layer["kv"],
+            is_dependent=is_dependent,
+        )  # fmt: skip
+        ATTENTION.run(
+            qkv["out_TN"][:, :4096].unflatten(1, (64, 64)), layer["kv"], s["table"], s["lengths"],
+            s["sinks"], scale=0.125, window_tokens=window, out_SHD=s["attended"], launch=attention,
+        )  # fmt: skip
+        out = {**layer["out"]}
+        out.pop("x_TK")
+        attended = s["attended"].view(batch, 4096)
+        if rows:
+            ROWS.launch(rows, attended, **out)
+        elif batch <= 16:
+            GLUON_GEMM.launch(GLUON_GEMM.choose(batch, {}), attended, **out)
+        else:
+            shape = replace(
+                TRITON_GEMM.choose(batch, {"N": D, "K": 4096}), is_dependent=is_dependent
+            )
+            TRITON_GEMM.launch(shape, attended, **out)
+        NORM.launch(out["out_TN"], s["norm"], out_TD=s["hidden"], **norm)
+        ROUTE.launch(
+            s["hidden"], weights=layer["router"], expert_ids_TK=s["ids"],
+            expert_weights_TK=s["weights"], is_dependent=True,
+        )  # fmt: skip
+        STREAM.launch(
+            STREAM.choose(batch, sizes), s["hidden"], s["ids"], s["weights"],
+            weights=layer["experts"], swiglu_alpha=1.702, swiglu_limit=7.0,
+            out_TD=out["out_TN"],
+        )  # fmt: skip
+
+    return run
+
+
 # Sampling
 
 
@@ -358,7 +511,8 @@ def run_all(args: argparse.Namespace) -> int:
         except Exception as error:  # noqa: BLE001
             failed.append(f"{library.source.name} {library.flags[-1]}: {str(error)[-800:]}")
 
-    threads = [threading.Thread(target=build, args=(x,)) for x in libraries(args)]
+    wanted = {library.path(): library for library in libraries(args)}
+    threads = [threading.Thread(target=build, args=(x,)) for x in wanted.values()]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -384,7 +538,7 @@ def run_all(args: argparse.Namespace) -> int:
 def main() -> int:
     """Compile, check, time, print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ops", nargs="+", default=["sample", "rows", "20b", "120b"])
+    parser.add_argument("--ops", nargs="+", default=["sample", "rows", "layer", "20b", "120b"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 128])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=105, help="for everything")
@@ -400,6 +554,8 @@ def main() -> int:
         bench_sample(args, out)
     elif args.do == "rows":
         bench_rows(args, out)
+    elif args.do == "layer":
+        bench_layer(args, out)
     else:
         bench_moe(args.do, args, out)
     out.table(args.keep)

@@ -7,10 +7,17 @@
 
 namespace rose::moe_decode {
 
+// Bytes that a miss brings into L2.
+#ifndef ROSE_L2_BYTES
+#define ROSE_L2_BYTES 128
+#endif
+#define ROSE_WORDS_(n) #n
+#define ROSE_WORDS(n) ROSE_WORDS_(n)
+
 // Codes are read once: they leave L1 to the scales and lists.
 __device__ __forceinline__ uint4 load_once(const uint8_t* p) {
   uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.nc.L1::no_allocate.L2::" ROSE_WORDS(ROSE_L2_BYTES) "B.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(p));
   return v;
