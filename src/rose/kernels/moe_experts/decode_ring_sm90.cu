@@ -45,6 +45,7 @@ cudaError_t dispatch_ring(const Call& call, int width, int groups, int stages, i
   ROSE_CASE(16, 3, 4)
   ROSE_CASE(16, 2, 5)
   ROSE_CASE(24, 3, 2)
+  ROSE_CASE(24, 2, 3)
   ROSE_CASE(24, 2, 4)
 #undef ROSE_CASE
   return cudaErrorInvalidValue;
