@@ -114,3 +114,28 @@ def test_errors_are_of_the_clients_classes(openai_client):
     assert wrong.value.param == "previous_response_id"
     counted = openai_client.responses.input_tokens.count(model="m", input="Hi")
     assert counted.input_tokens > 0
+
+
+@pytest.mark.parametrize("patience_s", [pytest.param("10", marks=pytest.mark.slow), "0.2"])
+def test_a_background_response_outlives_its_server(scripted, tmp_path, patience_s):
+    """Ctrl-C lets it finish, or keeps how far it came; the next server with the same file knows it."""
+    options = ("--response-store", str(tmp_path / "kept"), "--shutdown-timeout-s", patience_s)
+    text = "<|channel|>final<|message|>" + "word " * 30 + "<|return|>"
+    body = {"model": "m", "input": "Hi", "background": True}
+    with scripted([{"text": text, "delay_ms": 50}], *options) as server:
+        url = f"/v1/responses/{server.http.post('/v1/responses', json=body).json()['id']}"
+        while not server.http.get(url).json()["output"]:
+            time.sleep(0.01)
+        assert server.stop() == 0
+        assert not any("Traceback" in line for line in server.lines), server.lines
+    with scripted([{"text": ANSWER}], *options) as server:
+        kept = server.http.get(url).json()
+        events = server.http.get(url, params={"stream": "true", "starting_after": 3}).text
+    said = kept["output"][0]["content"][0]["text"]
+    if patience_s == "10":
+        assert (kept["status"], said) == ("completed", "word " * 30)
+    else:
+        assert (kept["status"], kept["error"]["code"]) == ("failed", "server_error")
+        assert "shutting down" in kept["error"]["message"]
+        assert 0 < len(said) < 150
+    assert f"event: response.{kept['status']}" in events
