@@ -602,6 +602,15 @@ def test_functions_in_a_namespace_are_rendered_and_split_in_the_answer(talk, rec
     talk(scenario, text)
 
 
+def test_a_call_can_be_required_where_all_functions_are_in_namespaces(talk):
+    async def scenario(room):
+        await room.create(tools=[NAMESPACE], tool_choice="required")
+        assert room.server.engine.requests[0].constraint is not None
+        assert "namespace crm {" in room.prompt_text()
+
+    talk(scenario, ANSWER)
+
+
 def test_a_namespace_is_checked_like_other_tools(talk):
     async def scenario(room):
         for wrong, param in (

@@ -6,7 +6,9 @@ turns are left out where the prompt would not fit. Knows the store and the forma
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from rose.frontend.errors import RequestError
@@ -18,6 +20,7 @@ from rose.frontend.responses.sealing import Sealer, SealError
 from rose.frontend.responses.store import Record, Store
 
 Sampled = dict[int, list[int]]
+Find = Callable[[str], Record | None]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,14 +60,15 @@ def resolve(request: ResponsesRequest, response_id: str, store: Store, sealer: S
     own = read_items(
         request.input, lambda prefix, i: item_id(prefix, response_id, i, is_input=True)
     )
-    context = _previous(request.previous_response_id, store)
+    find = cache(store.get)  # many references are to one response
+    context = _previous(request.previous_response_id, find)
     first = len(context.items)
     for place, item in enumerate(own):
         if item["type"] == "item_reference":
-            _add_referenced(context, item["id"], place, store)
+            _add_referenced(context, item["id"], place, find)
         else:
             context.items.append(item)
-    _recall(context, first, response_id, store)
+    _recall(context, first, response_id, find)
     _open_sealed(context, first, sealer)
     return context
 
@@ -73,6 +77,11 @@ def body_of(request: ResponsesRequest, context: Context) -> dict[str, Any]:
     """Return the body that a formatter reads: the request's fields with the whole conversation as `input`."""
     reasoning, text = request.reasoning, request.text
     tools = list(enumerate(request.tools or []))
+    # The prompt depends on what may be called, not on what must be; the grammar knows that.
+    choice = request.tool_choice
+    is_told = choice == "none" or (
+        isinstance(choice, dict) and choice.get("type") == "allowed_tools"
+    )
     return {
         "api": "responses",
         "instructions": request.instructions,
@@ -80,7 +89,7 @@ def body_of(request: ResponsesRequest, context: Context) -> dict[str, Any]:
         "sampled_tokens": context.sampled,
         "tools": [tool for _, tool in tools if tool["type"] == "function"],
         "namespaces": [{**t, "place": i} for i, t in tools if t["type"] == "namespace"],
-        "tool_choice": request.tool_choice,
+        "tool_choice": choice if is_told else None,
         "reasoning": {"effort": reasoning.effort} if reasoning else None,
         "text": {"format": text.format} if text else None,
     }
@@ -92,10 +101,10 @@ def of_record(record: Record) -> Context:
     return Context(items=[*record.history, *output], sampled=dict(record.sampled))
 
 
-def _previous(response_id: str | None, store: Store) -> Context:
+def _previous(response_id: str | None, find: Find) -> Context:
     if response_id is None:
         return Context(items=[])
-    record = store.get(response_id)
+    record = find(response_id)
     if record is None:
         raise RequestError(
             "previous_response_not_found",
@@ -113,9 +122,9 @@ def _previous(response_id: str | None, store: Store) -> Context:
     return of_record(record)
 
 
-def _add_referenced(context: Context, reference: str, place: int, store: Store) -> None:
+def _add_referenced(context: Context, reference: str, place: int, find: Find) -> None:
     response_id = response_of(reference)
-    record = store.get(response_id) if response_id else None
+    record = find(response_id) if response_id else None
     known = of_record(record) if record else Context(items=[])
     for i, item in enumerate(known.items):
         if item["id"] == reference:
@@ -130,7 +139,7 @@ def _add_referenced(context: Context, reference: str, place: int, store: Store) 
     )
 
 
-def _recall(context: Context, first: int, own_id: str, store: Store) -> None:
+def _recall(context: Context, first: int, own_id: str, find: Find) -> None:
     """Find items that the client sends back as they came: their tokens, and reasoning that it was not shown.
 
     The newest item of an earlier response tells the response whose record has all the others, since a record holds
@@ -139,7 +148,7 @@ def _recall(context: Context, first: int, own_id: str, store: Store) -> None:
     own = range(first, len(context.items))
     found = (response_of(context.items[i].get("id", "")) for i in reversed(own))
     response_id = next((name for name in found if name not in (None, own_id)), None)
-    record = store.get(response_id) if response_id else None
+    record = find(response_id) if response_id else None
     if record is None:
         return
     known = of_record(record)
