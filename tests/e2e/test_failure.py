@@ -161,15 +161,19 @@ def test_a_hanging_engine_is_killed_and_replaced(scripted):
 
 
 def test_what_an_engine_had_not_begun_is_answered_by_the_next(scripted):
-    with scripted([{"text": WORDS, "delay_ms": 1500}]) as server:
-        body = {**CHAT, "model": "m", "stream": True, "max_tokens": 1}
-        early = Client(server.url, body)
-        _until(lambda: _gauge(server, "rose_requests_running") == 1, 5, "it never ran")
+    with scripted([{"text": WORDS, "delay_ms": 1}]) as server:
+        pid = server.engine_pid()
+        os.kill(pid, signal.SIGSTOP)  # takes the request, and does nothing
+        early = Client(server.url, {**CHAT, "model": "m", "stream": True, "max_tokens": 4})
+        _until(lambda: _gauge(server, "rose_http_requests_open") == 2, 5, "it never came")
+        time.sleep(0.2)  # nothing tells when the frontend has handed it over
         begin = time.monotonic()
-        os.kill(server.engine_pid(), signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         early.join(10)
         assert (early.status, early.error, early.done) == (200, None, True)
-        assert time.monotonic() - begin < PATIENCE_S + 1.5
+        assert time.monotonic() - begin < PATIENCE_S
+        assert _gauge(server, "rose_requests_sent_again_total") == 1
+        assert _gauge(server, "rose_engine_restarts_total") == 1
 
 
 def test_an_engine_that_dies_again_and_again_is_given_up(scripted):
