@@ -85,11 +85,8 @@ def _chat_stream(client, run, messages, tools) -> dict:
     run.hold_against("chat.completion.chunk", chunks)
     deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
     run.streamed_reasoning += "".join(getattr(delta, "reasoning", None) or "" for delta in deltas)
-    message = final.choices[0].message.model_dump(exclude_unset=True, exclude={"parsed"})
-    for call in message.get("tool_calls") or ():
-        call["function"].pop("parsed_arguments", None)
-        call.pop("index", None)
-    return message
+    # With what the helper adds (parsed, parsed_arguments, index): that is how its users send it back.
+    return final.choices[0].message.model_dump(exclude_unset=True)
 
 
 def _responses(client, run: Run, *, is_stream: bool) -> None:

@@ -810,3 +810,32 @@ def test_the_schema_oracle_finds_a_broken_answer():
             openai_schemas.check_response(
                 "/v1/responses", 200, "text/event-stream", stream.format(name)
             )
+
+
+def test_what_clients_add_to_an_answer_may_come_back_with_it(lab):
+    call = {
+        "id": "c1",
+        "type": "function",
+        "index": 0,
+        "provider_specific_fields": {},
+        "function": {"name": "f", "arguments": "{}", "parsed_arguments": {"a": 1}},
+    }
+    answer = {
+        "role": "assistant",
+        "tool_calls": [call],
+        **dict.fromkeys(["refusal", "annotations", "audio", "function_call"]),
+        "parsed": {"a": 1},
+        "raw_messages": [{}],
+        "provider_specific_fields": {"refusal": None},
+        "thinking_blocks": [],
+    }
+    result = {"role": "tool", "tool_call_id": "c1", "content": "x"}
+
+    async def scenario():
+        async with lab.serving(_answer(lab)) as server:
+            asked = {"role": "user", "content": "Hi"}
+            assert (await server.chat(messages=[asked, answer, result])).status_code == 200
+            wrong = await server.chat(messages=[asked, {**answer, "thinking": 1}, result])
+            _error(wrong, 400, "unknown_field", "messages[1].thinking")
+
+    lab.run(scenario)

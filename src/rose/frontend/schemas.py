@@ -50,6 +50,8 @@ class CalledFunction(Struct, kw_only=True, forbid_unknown_fields=True):
 
     name: str
     arguments: str
+    parsed_arguments: Any | UnsetType = UNSET
+    """Left over from openai-python's helpers; not read."""
 
 
 class HistoryCall(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -60,6 +62,8 @@ class HistoryCall(Struct, kw_only=True, forbid_unknown_fields=True):
     type: Literal["function"] = "function"
     index: int | None = None
     """Left over from a streamed answer; not read."""
+    provider_specific_fields: Any = None
+    """Left over from litellm; not read."""
 
 
 class Message(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -77,6 +81,10 @@ class Message(Struct, kw_only=True, forbid_unknown_fields=True):
     annotations: list[Any] | None = None
     audio: None = None
     function_call: None = None
+    parsed: Any = None  # openai-python's helpers
+    raw_messages: Any = None  # ours, of --reasoning debug
+    provider_specific_fields: Any = None  # litellm
+    thinking_blocks: Any = None  # litellm
 
 
 class SamplingFields(Struct, kw_only=True):
