@@ -9,6 +9,7 @@ and makes the same sends through the same uvicorn, uvloop and httptools. They al
     paced      a step every --step-ms for both: what a send costs where the server keeps up
 Run it as
     PYTHONPATH=src python benchmarks/frontend_stream.py [--streams 64] [--tokens 1500] [--rounds 5] [--json FILE]
+(--api responses: the Responses API instead of chat)
 and it prints one JSON line: sends per second of wall clock and per second of the server's CPU time (which counts where
 other programs share the cores), medians over the rounds, and ours as a share of the bare application's, round by round.
 """
@@ -33,12 +34,25 @@ from urllib.parse import urlsplit
 
 SOURCE = Path(__file__).parents[1] / "src"
 TICKS = os.sysconf("SC_CLK_TCK")
-BODY = {
-    "model": "scripted",
-    "stream": True,
-    "messages": [{"role": "user", "content": "Hi"}],
-    "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+FUNCTION = {"name": "f", "parameters": {"type": "object"}}
+ASKED = {"model": "scripted", "stream": True}
+APIS = {
+    "chat": (
+        "/v1/chat/completions",
+        ASKED
+        | {
+            "messages": [{"role": "user", "content": "Hi"}],
+            "tools": [{"type": "function", "function": FUNCTION}],
+        },
+        "data: [DONE]\n\n",
+    ),
+    "responses": (
+        "/v1/responses",
+        ASKED | {"input": "Hi", "store": False, "tools": [{"type": "function", **FUNCTION}]},
+        "}}\n\n",
+    ),
 }
+"""Path, body, and how the last send ends."""
 BARE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -143,19 +157,20 @@ class Server:
         self._process.wait(20)
 
 
-def request(address) -> bytes:
-    raw = json.dumps(BODY).encode()
+def request(address, api: str) -> bytes:
+    path, body, _ = APIS[api]
+    raw = json.dumps(body).encode()
     return (
-        f"POST /v1/chat/completions HTTP/1.1\r\nHost: {address.netloc}\r\nConnection: keep-alive\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: {address.netloc}\r\nConnection: keep-alive\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
     ).encode() + raw
 
 
-def read_streams(address, num_streams: int) -> list[bytearray]:
+def read_streams(address, num_streams: int, api: str) -> list[bytearray]:
     """Open streams at once and read each to its end."""
     waiting = selectors.DefaultSelector()
     received = [bytearray() for _ in range(num_streams)]
-    message = request(address)
+    message = request(address, api)
     for stream in received:
         connection = socket.create_connection((address.hostname, address.port))
         connection.sendall(message)
@@ -173,7 +188,7 @@ def read_streams(address, num_streams: int) -> list[bytearray]:
     return received
 
 
-def sends_of(stream: bytearray) -> list[str]:
+def sends_of(stream: bytearray, api: str) -> list[str]:
     """Return the bodies of the HTTP chunks, each of which is one send."""
     head, _, rest = bytes(stream).partition(b"\r\n\r\n")
     assert b" 200 " in head.split(b"\r\n")[0], head
@@ -184,14 +199,14 @@ def sends_of(stream: bytearray) -> list[str]:
         if length:
             found.append(rest[:length].decode())
         rest = rest[length + 2 :]
-    assert found[-1].endswith("data: [DONE]\n\n"), found[-1]
+    assert found[-1].endswith(APIS[api][2]), found[-1]
     return found
 
 
-def timed(server: Server, num_streams: int) -> tuple[float, float, list[bytearray]]:
+def timed(server: Server, num_streams: int, api: str) -> tuple[float, float, list[bytearray]]:
     """Return wall-clock seconds, CPU seconds of the server, and what was read."""
     cpu, began = server.cpu_seconds(), time.perf_counter()
-    received = read_streams(server.address, num_streams)
+    received = read_streams(server.address, num_streams, api)
     wall = time.perf_counter() - began
     return wall, server.cpu_seconds() - cpu, received
 
@@ -220,17 +235,18 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict:
                 ["-m", "rose.cli.main", "serve", "--port", "0", "--scripted", str(path)]
             )
             stack.callback(servers[name].close)
-        pair = [sends_of(stream) for stream in read_streams(servers["rose"].address, 2)]
-        read_streams(servers["rose_paced"].address, 2)
+        api = arguments.api
+        pair = [sends_of(stream, api) for stream in read_streams(servers["rose"].address, 2, api)]
+        read_streams(servers["rose_paced"].address, 2, api)
         (folder / "sends.json").write_text(json.dumps(pair))
         for name in ("bare", "bare_without_turns", "bare_paced"):
             servers[name] = _start_bare(stack, folder / "sends.json", name, arguments.step_ms)
         samples: dict[str, list[tuple[float, float]]] = {name: [] for name in servers}
         for _ in range(1 + arguments.rounds):
             for name, server in servers.items():
-                wall, cpu, received = timed(server, arguments.streams)
+                wall, cpu, received = timed(server, arguments.streams, api)
                 samples[name].append((wall, cpu))
-                counts = sorted(len(sends_of(stream)) for stream in received)
+                counts = sorted(len(sends_of(stream, api)) for stream in received)
                 half = arguments.streams // 2
                 assert counts == sorted([*map(len, pair * half)]), f"{name}: other sends {counts}"
     num_sends = sum(map(len, pair)) * arguments.streams // 2
@@ -256,6 +272,7 @@ def _start_bare(stack: contextlib.ExitStack, sends: Path, name: str, step_ms: fl
 def _line(arguments, num_sends: int, samples: dict[str, list[tuple[float, float]]]) -> dict:
     line = {
         "bench": "frontend_stream",
+        "api": arguments.api,
         "streams": arguments.streams,
         "tokens_per_stream": arguments.tokens,
         "sends": num_sends,
@@ -274,9 +291,8 @@ def _line(arguments, num_sends: int, samples: dict[str, list[tuple[float, float]
                 for rose, bare in zip(samples[ours], samples[theirs], strict=True)
             ]
             line[f"{ours}_of_{theirs}_{kind}"] = spread(shares)
-    options = (
-        f"--streams {arguments.streams} --tokens {arguments.tokens} --rounds {arguments.rounds}"
-    )
+    names = ("api", "streams", "tokens", "rounds")
+    options = " ".join(f"--{name} {getattr(arguments, name)}" for name in names)
     commit = ["git", "-C", str(SOURCE), "rev-parse", "--short", "HEAD"]
     return {
         **line,
@@ -296,6 +312,7 @@ def _cpu() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--api", choices=list(APIS), default="chat")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=1500)
     parser.add_argument("--rounds", type=int, default=5)
