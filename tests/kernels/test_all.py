@@ -44,6 +44,7 @@ def small_cases() -> list[Any]:
         if i.name != "reference" and i.device != "cuda"
         for case in cases_module(name).CASES
         if not case.large
+        and all(case.formats.get(o) in accepted for o, accepted in i.formats.items())
     ]
 
 

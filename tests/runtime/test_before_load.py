@@ -14,7 +14,7 @@ import torch
 from fakes import checkpoints
 from rose.cli.main import run
 from rose.config.cache import CacheConfig
-from rose.config.engine import EngineConfig
+from rose.config.engine import EngineConfig, KernelsConfig
 from rose.config.quant import QuantConfig
 from rose.config.scheduler import SchedulerConfig
 from rose.decoders.build import build_decoder
@@ -141,6 +141,20 @@ def test_each_change_that_a_refusal_names_makes_it_fit(device_gib, free_gib, cha
     assert len(found) >= least, text
     for changed in found:
         planner.plan(changed)
+
+
+def test_batch_invariance_is_on_on_a_cpu_and_refused_by_name_where_kernels_lack_it():
+    assert _config(CPU).kernels.batch_invariant is True
+    assert _config(H200).kernels.batch_invariant is False
+    asked = _config(H200, kernels=KernelsConfig(batch_invariant=True))
+    with pytest.raises(ConfigError) as caught:
+        _planner().plan(asked)
+    text = str(caught.value)
+    assert "kernels.batch_invariant was asked for on NVIDIA H200 with bf16 activations" in text
+    for name in ("gemm", "attention_prefill", "attention_decode", "moe_route", "moe_experts"):
+        assert name in text
+    assert "rms_norm" not in text  # one program a row, whatever the batch
+    assert "What fits" not in text
 
 
 def test_memory_that_others_hold_is_told():

@@ -21,6 +21,9 @@ class KernelsConfig:
     """Operation -> implementation that must be used."""
     check_calls: bool = False
     """Run every contract's check_call on every eager call."""
+    batch_invariant: bool | None = None
+    """At temperature 0 the same tokens bit for bit, whatever shares the batch, however a prompt is cut into chunks,
+    cached, preempted or not. None: on a CPU; CUDA kernels do not follow it yet, so there asking is refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,11 @@ class EngineConfig:
             activations=activations,
             kv=activations if quant.kv == "auto" else quant.kv,
         )
+        kernels = self.kernels
+        if kernels.batch_invariant is None:
+            # float64 is for tests that compare with other computations.
+            is_on = device.kind == "cpu" and activations != "float64"
+            kernels = replace(kernels, batch_invariant=is_on)
         cache = self.cache
         if cache.kv_tokens is None and device.kind == "cpu":
             cache = replace(cache, kv_tokens=32768)
@@ -82,4 +90,5 @@ class EngineConfig:
             quant=quant,
             cache=cache,
             scheduler=self.scheduler.resolve(device.kind),
+            kernels=kernels,
         )

@@ -127,6 +127,9 @@ class Implementation:
     """Formats to which it rounds the inputs of its matrices, one name each in the order of the operation's
     `rounded_reference`; empty: it rounds nothing that the contract does not. `check` then compares with
     `rounded_reference(activation_rounding, ...)`."""
+    is_batch_invariant: bool = False
+    """Whether each row of the result has the same bits whatever other rows there are, at every number of rows and in
+    every phase it is bound for. What an argument in its file, and a test, shows; not what one run suggests."""
     is_capturable: bool = True
     """Whether a CUDA graph can hold it; False: it asks the device something, and is timed call by call."""
     interpreted: frozenset[str] = frozenset({"float32"})
@@ -397,11 +400,13 @@ def bind(
     regimes: tuple[Regime, ...] = REGIMES,
     only: Mapping[str, str] | None = None,
     check_calls: bool = False,
+    batch_invariant: bool = False,
 ) -> BoundOperation:
     """Choose one implementation per regime: the highest band that accepts formats, sizes and device.
 
     `only` forces implementations by operation name (config `kernels.only`), e.g. {"gemm": "reference"}.
     `check_calls`: every call is held against the contract first (config `kernels.check_calls`).
+    `batch_invariant`: one implementation for all regimes, of those that say they are (`kernels.batch_invariant`).
 
     Raises  ContractError listing every refused candidate and why.
     """
@@ -415,6 +420,9 @@ def bind(
     if not candidates:
         known = ", ".join(i.name for i in implementations(name))
         raise ContractError(f"{name}: implementation {forced!r} is not known; known: {known}")
+    if batch_invariant:
+        table = _invariant_table(candidates, formats, sizes, device, regimes)
+        return BoundOperation(operation, table, sizes=sizes, check_calls=check_calls)
     table = {}
     for regime in regimes:
         refused = []
@@ -427,6 +435,33 @@ def bind(
         else:
             raise ContractError(f"{name} ({regime}): nothing can run; " + "; ".join(refused))
     return BoundOperation(operation, table, sizes=sizes, check_calls=check_calls)
+
+
+class NotInvariant(ContractError):
+    """No implementation of an operation serves the batch-invariant mode."""
+
+
+def _invariant_table(
+    candidates: list[Implementation],
+    formats: FormatNames,
+    sizes: Sizes,
+    device: DeviceFacts,
+    regimes: tuple[Regime, ...],
+) -> dict[Regime, Implementation]:
+    """Return the first candidate that may run in every regime and says that it is batch-invariant, for all of them."""
+    refused = []
+    for candidate in candidates:
+        reasons = [candidate.refusal(formats, sizes, device, regime) for regime in regimes]
+        if not candidate.is_batch_invariant:
+            reasons = ["its results may depend on the batch"]
+        reason = next((r for r in reasons if r is not None), None)
+        if reason is None:
+            return dict.fromkeys(regimes, candidate)
+        refused.append(f"{candidate.name}: {reason}")
+    raise NotInvariant(
+        f"{candidates[0].operation}: kernels.batch_invariant is on and no implementation serves it; "
+        + "; ".join(refused)
+    )
 
 
 def begin_compiling(bound: BoundOperation) -> None:

@@ -19,6 +19,7 @@ from rose.parallel.group import ParallelGroup
 from rose.parallel.single import SingleGroup
 from rose.utils.device import CPU, DeviceFacts
 from rose.utils.dtypes import torch_dtype
+from rose.utils.errors import ConfigError
 
 
 class LayerBuild:
@@ -46,6 +47,7 @@ class LayerBuild:
         self.kernels = kernels or KernelsConfig()
         self._dry_context = dry_context
         self._dry_bytes: dict[tuple[Any, ...], int] = {}
+        self._not_invariant: dict[str, None] = {}
         registry.require_operations(self.kernels.only)
         self.weight_bytes = 0
         """Held by all layers built so far, relayouts included."""
@@ -63,14 +65,7 @@ class LayerBuild:
         formats = {"activation": self.quant.activations, "kv": self.quant.kv}
         if weight is not None:
             formats["weight"] = weight
-        bound = registry.bind(
-            name,
-            formats=formats,
-            sizes=sizes,
-            device=self.device,
-            only=self.kernels.only,
-            check_calls=self.kernels.check_calls,
-        )
+        bound = self._bound(name, formats, sizes)
         new_rows = dict.fromkeys(bound.rows())
         is_new = not new_rows.keys() <= self._table.keys()
         if is_new and self.device.kind == "cuda" and torch.cuda.is_available():
@@ -80,6 +75,42 @@ class LayerBuild:
         if self._dry_context is None:
             return bound
         return DryOperation(bound, self._dry_context, self._dry_bytes)
+
+    def _bound(
+        self, name: str, formats: dict[str, str], sizes: Mapping[str, int]
+    ) -> BoundOperation:
+        def bind(*, batch_invariant: bool) -> BoundOperation:
+            return registry.bind(
+                name,
+                formats=formats,
+                sizes=sizes,
+                device=self.device,
+                only=self.kernels.only,
+                check_calls=self.kernels.check_calls,
+                batch_invariant=batch_invariant,
+            )
+
+        try:
+            return bind(batch_invariant=bool(self.kernels.batch_invariant))
+        except registry.NotInvariant:
+            if self._dry_context is None:
+                raise
+            # A dry model is built to the end, so that the refusal names every operation.
+            self._not_invariant[name] = None
+            return bind(batch_invariant=False)
+
+    def require_invariant(self) -> None:
+        """Refuse the batch-invariant mode where an operation of the (dry) model cannot follow it.
+
+        Raises  ConfigError naming all of them
+        """
+        if self._not_invariant:
+            activations = self.quant.activations
+            raise ConfigError(
+                f"kernels.batch_invariant was asked for on {self.device.name} with {activations} activations; there "
+                f"{', '.join(self._not_invariant)} have no implementation yet whose results do not depend on the "
+                "batch; allowed: a CPU with float32 or bf16 activations; change kernels.batch_invariant to off"
+            )
 
     def kernel_table(self) -> list[tuple[str, str, str]]:
         """Return (operation, regime, implementation) of everything bound, without repeats."""

@@ -45,8 +45,9 @@ class Planner:
         Units    config is resolved
         Raises   ConfigError with the numbers, and the changes of one option that would make it fit
         """
+        use = self._use(config)
         try:
-            return self._plan(config)
+            return self._divided(config, use)
         except ConfigError as error:
             fits = self._changes_that_fit(config)
             raise ConfigError(f"{error}. {fits}") from None
@@ -64,13 +65,13 @@ class Planner:
             )
         )
 
-    def _plan(self, config: EngineConfig) -> MemoryPlan:
+    def _divided(self, config: EngineConfig, use: MemoryUse) -> MemoryPlan:
         context_tokens = context_limit(config, self.model_config)
         return plan_memory(
             layout=self._layout(config),
             cache=config.cache,
             scheduler=config.scheduler,
-            use=self._use(config),
+            use=use,
             device_bytes=self.device.memory_bytes,
             context_tokens=context_tokens,
             is_context_asked=config.context_tokens is not None,
@@ -110,7 +111,7 @@ class Planner:
 
     def _is_fitting(self, config: EngineConfig) -> bool:
         try:
-            self._plan(config)
+            self._divided(config, self._use(config))
         except ConfigError:
             return False
         return True

@@ -44,20 +44,23 @@ def footprint(
     """Return what weights, relayouts, the largest step, graphs and tables take.
 
     Units    config is resolved; context_tokens: the longest sequence that may come
+    Raises   ConfigError where the batch-invariant mode was asked for and kernels for it are missing
     """
     layout = CacheLayout.of(
         model_config, config.cache, kv_format=config.quant.kv, tp=config.parallel.tp
     )
+    build = LayerBuild(
+        quant=config.quant, device=device, kernels=config.kernels, dry_context=context_tokens
+    )
     model = entry.model(
         model_config,
         entry.weights.blank(model_config, config.quant),
-        build=LayerBuild(
-            quant=config.quant, device=device, kernels=config.kernels, dry_context=context_tokens
-        ),
+        build=build,
         page_tokens=config.cache.page_tokens,
         # The table of angles is counted below; making it takes longer than all the rest here.
         num_positions=1,
     )
+    build.require_invariant()
     scheduler, vocab_size = config.scheduler, model_config.vocab_size
     angles = 4 * context_tokens * model_config.head_dim
     return MemoryUse(

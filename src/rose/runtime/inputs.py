@@ -88,6 +88,7 @@ class DeviceTables:
             regimes=tuple(r for r in REGIMES if r.phase == "decode"),
             only=kernels.only,
             check_calls=kernels.check_calls,
+            batch_invariant=bool(kernels.batch_invariant),
         )
         self._num_columns = ceil_div(context_tokens, layout.page_tokens)
         self.pages_KRP = torch.full(

@@ -63,6 +63,7 @@ register(
         name="torch",
         function=decode_begin,
         band=Band.PORTABLE,
+        is_batch_invariant=True,
         note="all rows at once",
     )
 )

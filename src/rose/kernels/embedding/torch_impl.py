@@ -19,6 +19,7 @@ register(
         name="torch",
         function=embedding,
         band=Band.PORTABLE,
+        is_batch_invariant=True,
         note="index_select",
     )
 )

@@ -78,6 +78,7 @@ register(
         min_capability=(8, 0),
         formats={"activation": frozenset({"bf16", "float32"})},
         limits=_limits,
+        is_batch_invariant=True,
         note="one row per program",
     )
 )

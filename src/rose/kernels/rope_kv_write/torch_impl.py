@@ -12,6 +12,7 @@ register(
         function=reference,
         band=Band.PORTABLE,
         is_capturable=False,
+        is_batch_invariant=True,
         note="reference operators; asks the device which slots are kept, so not for graphs",
     )
 )

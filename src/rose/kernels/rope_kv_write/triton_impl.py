@@ -104,6 +104,7 @@ register(
         band=Band.TUNED,
         device="cuda",
         min_capability=(8, 0),
+        is_batch_invariant=True,
         note="one program per token",
     )
 )
