@@ -196,6 +196,8 @@ def _over_pages(x_NW: Tensor) -> Tensor:
 
 
 def workspace(sizes: Sizes, _rows: int, longest: int) -> int:
-    """Bytes of a call: keys and values of a part, and about as much again."""
-    one_tile = 4 * sizes["G"] * longest * sizes["D"]
-    return 5 * max(_KEY_BYTES, one_tile)
+    """Bytes of a call: keys and values of a part, scores with what their exponentials need, outputs of each page."""
+    heads, kv_heads, head_dim, page_tokens = (sizes[name] for name in "HGDL")
+    keys = max(_KEY_BYTES, 4 * kv_heads * (longest + page_tokens) * head_dim)
+    rows = heads // kv_heads * tokens_per_tile(heads, kv_heads)
+    return 5 * keys // 2 + 6 * keys * rows // head_dim + 4 * keys * rows // page_tokens

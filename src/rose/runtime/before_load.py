@@ -83,7 +83,7 @@ class Planner:
         if config.cache.kv_tokens is not None:
             longest = min(longest, config.cache.kv_tokens)
         scheduler = config.scheduler
-        key = (longest, config.quant, scheduler.max_step_tokens, scheduler.max_sequences)
+        key = (longest, config.quant, scheduler.step_tokens, scheduler.max_sequences)
         if key not in self._uses:
             self._uses[key] = footprint(
                 self.entry, self.model_config, config, self.device, context_tokens=longest
@@ -145,12 +145,12 @@ def _changes(
                 replace(config, context_tokens=tokens),
             )
     least = max(_LEAST_STEP_TOKENS, scheduler.max_sequences)
-    for tokens in _halves(scheduler.max_step_tokens, least):
-        mixed = min(scheduler.max_mixed_tokens, tokens)
+    for tokens in _halves(scheduler.step_tokens, least):
+        mixed = min(scheduler.mixed_tokens, tokens)
         changed = replace(scheduler, max_step_tokens=tokens, max_mixed_tokens=mixed)
         also = (
             ""
-            if mixed == scheduler.max_mixed_tokens
+            if mixed == scheduler.mixed_tokens
             else f" and scheduler.max_mixed_tokens to {mixed}"
         )
         advice = f"lower scheduler.max_step_tokens to {tokens}{also}"

@@ -81,7 +81,7 @@ def _workspace(
     model: CausalLM, layout: CacheLayout, config: EngineConfig, context_tokens: int
 ) -> int:
     """Return the peak of a step of `max_step_tokens` in which `max_sequences` rows sample."""
-    num_tokens = config.scheduler.max_step_tokens
+    num_tokens = config.scheduler.step_tokens
     num_rows = min(config.scheduler.max_sequences, num_tokens)
     context = _blank_context(layout, num_tokens, context_tokens)
     peak = PeakBytes()

@@ -35,7 +35,7 @@ def table(
         (
             "workspace",
             use.workspace,
-            f"of the largest step: {scheduler.max_step_tokens} tokens, {scheduler.max_sequences} of them sampled from",
+            f"of the largest step: {scheduler.step_tokens} tokens, {scheduler.max_sequences} of them sampled from",
         ),
         ("graphs", use.graphs, f"decode steps of up to {scheduler.max_sequences} sequences"),
         ("tables", use.tables, "of sequences and positions"),
