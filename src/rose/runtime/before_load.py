@@ -149,9 +149,7 @@ def _changes(
         mixed = min(scheduler.mixed_tokens, tokens)
         changed = replace(scheduler, max_step_tokens=tokens, max_mixed_tokens=mixed)
         also = (
-            ""
-            if mixed == scheduler.mixed_tokens
-            else f" and scheduler.max_mixed_tokens to {mixed}"
+            "" if mixed == scheduler.mixed_tokens else f" and scheduler.max_mixed_tokens to {mixed}"
         )
         advice = f"lower scheduler.max_step_tokens to {tokens}{also}"
         yield "step", advice, replace(config, scheduler=changed)
