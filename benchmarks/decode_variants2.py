@@ -53,7 +53,6 @@ ROUTE: Any = importlib.import_module("rose.kernels.moe_route.cuda_decode_impl")
 CLUSTER: Any = importlib.import_module("rose.kernels.sample.cuda_cluster")
 TRITON_SAMPLE: Any = importlib.import_module("rose.kernels.sample.triton_impl")
 
-PRODUCTS = CudaLibrary(STREAM.LIBRARY.source, defines=("ROSE_UNPACK_BY_PRODUCTS",))
 FAR = CudaLibrary(WIDE.LIBRARY.source, defines=("ROSE_L2_BYTES=256",))
 LEFT_OUT = CudaLibrary(WIDE.RING_LIBRARY.source, defines=("ROSE_LEFT_OUT=2",))
 """Loads alone."""
@@ -68,7 +67,7 @@ def libraries(args: argparse.Namespace) -> list[CudaLibrary]:
     found += [ROWS.LIBRARY] if {"rows", "layer"} & set(args.ops) else []
     found += [STREAM.LIBRARY, ROUTE.LIBRARY] if "layer" in args.ops else []
     if {"20b", "120b"} & set(args.ops):
-        found += [STREAM.LIBRARY, WIDE.LIBRARY, WIDE.RING_LIBRARY, PRODUCTS, FAR]
+        found += [STREAM.LIBRARY, WIDE.LIBRARY, WIDE.RING_LIBRARY, FAR]
         found += [LEFT_OUT] if args.ablation else []
     return found
 
@@ -142,8 +141,6 @@ def moe_variants(
     yield "stream", STREAM, STREAM.choose(batch, sizes), None
     if batch > 64:
         yield "gluon", GLUON, GLUON.choose(batch, sizes), None
-    names = ("launch_gate_up", "launch_down")
-    yield "stream, products", STREAM, STREAM.choose(batch, sizes), Swapped(STREAM, PRODUCTS, names)
     shapes = list(wide_shapes(batch, experts))
     names = ("launch_gate_up_wide", "launch_down_wide")
     plain = [s for s in shapes if not s.stages and not s.is_fused and not s.fetches]

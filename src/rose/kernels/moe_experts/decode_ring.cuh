@@ -155,8 +155,8 @@ __global__ void __launch_bounds__(kGroups * 128, 1)
             for (int k = 0; k < 2; ++k) {
               uint32_t low[4], high[4];
               if constexpr (ROSE_LEFT_OUT == 0) {
-                unpack_by_products(word(codes[i].low, 2 * half + k), scale_low, low);
-                unpack_by_products(word(codes[i].high, 2 * half + k), scale_high, high);
+                unpack_e2m1(word(codes[i].low, 2 * half + k), scale_low, low);
+                unpack_e2m1(word(codes[i].high, 2 * half + k), scale_high, high);
               } else {
                 for (int p = 0; p < 4; ++p) {
                   low[p] = word(codes[i].low, 2 * half + k), high[p] = word(codes[i].high, 2 * half + k);

@@ -38,18 +38,9 @@ struct Call {
 };
 
 // Eight e2m1 codes into pairs (0, 4), (1, 5), (2, 6), (3, 7) of bf16, times `scale`. The magnitude's bits land on the
-// low exponent bits and the first mantissa bit, which is exact also for 0.5 (a subnormal bf16).
+// low exponent bits and the first mantissa bit, which is exact also for 0.5 (a subnormal bf16). The integer unit is the
+// one that is full: a product with 2^6 + 2^12, which another unit forms, puts sign and magnitude in place at once.
 __device__ __forceinline__ void unpack_e2m1(uint32_t w, uint32_t scale, uint32_t (&v)[4]) {
-  constexpr uint32_t kSign = 0x80008000u, kMagnitude = 0x01C001C0u;
-  v[0] = multiply(((w << 12) & kSign) | ((w << 6) & kMagnitude), scale);
-  v[1] = multiply(((w << 8) & kSign) | ((w << 2) & kMagnitude), scale);
-  v[2] = multiply(((w << 4) & kSign) | ((w >> 2) & kMagnitude), scale);
-  v[3] = multiply((w & kSign) | ((w >> 6) & kMagnitude), scale);
-}
-
-// Eight e2m1 codes as in `unpack_e2m1`, with fewer instructions of the integer unit, which is the one that is full: a
-// product with 2^6 + 2^12 puts a code's sign and its magnitude in place at once, and other units multiply.
-__device__ __forceinline__ void unpack_by_products(uint32_t w, uint32_t scale, uint32_t (&v)[4]) {
   constexpr uint32_t kKeep = 0x81C081C0u;
   const uint32_t u = w >> 8;
   v[0] = multiply(((w & 0x000F000Fu) * 0x1040u) & kKeep, scale);
@@ -239,13 +230,8 @@ __device__ __forceinline__ void multiply_unit(float (&acc)[kT][2][4], const Call
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         uint32_t a[4], b[4];
-#ifdef ROSE_UNPACK_BY_PRODUCTS
-        unpack_by_products(word(low, i), scale_low, a);
-        unpack_by_products(word(high, i), scale_high, b);
-#else
         unpack_e2m1(word(low, i), scale_low, a);
         unpack_e2m1(word(high, i), scale_high, b);
-#endif
 #pragma unroll
         for (int n = 0; n < kT; ++n) {
           uint4 q = {};

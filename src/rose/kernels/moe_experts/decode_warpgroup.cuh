@@ -270,8 +270,8 @@ __global__ void __launch_bounds__(kGroups * 128, 1) warpgroup_kernel(const Call 
               for (int i = 0; i < 2; ++i) {
                 uint32_t low[4], high[4];
                 if constexpr (ROSE_LEFT_OUT == 0) {
-                  unpack_by_products(word(ahead[slot].low, 2 * half + i), scale_low, low);
-                  unpack_by_products(word(ahead[slot].high, 2 * half + i), scale_high, high);
+                  unpack_e2m1(word(ahead[slot].low, 2 * half + i), scale_low, low);
+                  unpack_e2m1(word(ahead[slot].high, 2 * half + i), scale_high, high);
                 } else {
                   for (int p = 0; p < 4; ++p) {
                     low[p] = word(ahead[slot].low, 2 * half + i), high[p] = word(ahead[slot].high, 2 * half + i);
