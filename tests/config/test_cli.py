@@ -45,6 +45,17 @@ def test_every_leaf_of_the_engine_tree_is_an_option():
     assert "Limit below the model's own" in found["context_tokens",].help
 
 
+def test_a_timeout_needs_no_unit_in_its_flag():
+    @dataclass(frozen=True)
+    class Patience:
+        shutdown_timeout_s: float = 1.0
+        linger_s: float = 2.0
+
+    found = _by_path(Patience)
+    assert found["shutdown_timeout_s",].flags == ("--shutdown-timeout-s", "--shutdown-timeout")
+    assert found["linger_s",].flags == ("--linger-s",)
+
+
 def test_skipped_leaves_are_left_out():
     assert ("model",) not in _by_path(EngineConfig, skip=frozenset({"model"}))
 

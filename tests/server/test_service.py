@@ -215,6 +215,60 @@ def test_the_start_of_a_long_step_is_told_with_its_bound():
     asyncio.run(run())
 
 
+def test_work_of_which_nothing_comes_ends_the_engine(monkeypatch):
+    monkeypatch.setattr("rose.server.service.STUCK_SECONDS", 0.2)
+
+    async def run():
+        async with _service() as service:
+            service.engine.scheduler.schedule = lambda: None
+            await service.frontend.send(_request("a", [1], 5))
+            events = await service.events_until(_ends("a"))
+            await asyncio.to_thread(service.thread.join, 10)
+            assert service.status == 1
+        [error] = [e for e in events if isinstance(e, ErrorEvent)]
+        assert error.code == "engine_unavailable"
+        assert "0 sequences running and 1 waiting" in error.message
+
+    asyncio.run(run())
+
+
+class Stalled:
+    """An endpoint whose frontend takes nothing for a while."""
+
+    def __init__(self):
+        self.is_stalled = False
+        self.messages, self.sent = [], []
+
+    def receive(self, timeout_ms=0):
+        return self.messages.pop(0) if self.messages else None
+
+    def send(self, events):
+        if not self.is_stalled:
+            self.sent += events
+        return not self.is_stalled
+
+
+def test_a_frontend_that_comes_back_learns_that_its_requests_have_ended():
+    config = EngineConfig(model="fake", device="cpu", cache=CacheConfig(kv_tokens=512))
+    endpoint = Stalled()
+    service = EngineService(LLMEngine.from_model(FakeModel(), config), endpoint)  # type: ignore[arg-type]
+    endpoint.messages += [_request("long", [1], 400), _request("short", [1], 2)]
+    turns = iter(range(6))
+
+    def is_stopping():
+        turn = next(turns)
+        endpoint.is_stalled = 0 < turn < 4
+        service._next_status = 0.0 if turn == 4 else service._next_status
+        return turn == 5
+
+    assert service.serve(is_stopping) == 0
+    ends = {e.request_id: e for e in endpoint.sent if isinstance(e, FinishedEvent | ErrorEvent)}
+    assert ends["long"].code == "engine_failed"
+    assert "events of this request were lost" in ends["long"].message
+    assert ends["short"].reason == "length"
+    assert service.engine.table.num_used_pages == 0
+
+
 def test_requests_of_a_frontend_that_is_gone_are_dropped():
     async def run():
         async with _service(SlowModel()) as service:

@@ -30,7 +30,7 @@ class Option:
     path: Path
     """Field names from the root, as in ("cache", "page_tokens")."""
     flags: tuple[str, ...]
-    """--page-tokens where that is unambiguous, and always --cache.page-tokens."""
+    """--page-tokens where that is unambiguous, and always --cache.page-tokens; time-outs also without -s."""
     kind: type
     """str, int, float or bool; of the items where is_repeated."""
     is_repeated: bool = False
@@ -112,6 +112,9 @@ def _option(path: Path, annotation: Any, default: Any, text: str, *, has_short: 
     dotted = "--" + ".".join(path).replace("_", "-")
     short = "--" + path[-1].replace("_", "-")
     flags = (short, dotted) if has_short and short != dotted else (dotted,)
+    if has_short and path[-1].endswith("_timeout_s"):
+        # Seconds are what everybody means: --shutdown-timeout beside --shutdown-timeout-s.
+        flags = (*flags, short.removesuffix("-s"))
     kind, is_repeated, is_mapping, choices = _shape(annotation, path)
     return Option(
         path=path,

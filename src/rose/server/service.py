@@ -10,9 +10,10 @@ import msgspec
 from rose.engine.engine import LLMEngine
 from rose.protocol.channel import EngineEndpoint
 from rose.protocol.codec import ProtocolError
-from rose.protocol.event import ErrorCode, ErrorEvent, FromEngine
+from rose.protocol.event import ErrorCode, ErrorEvent, FinishedEvent, FromEngine
 from rose.protocol.grammar import Vocabulary
 from rose.protocol.request import Abort, Request, StatusQuery
+from rose.utils.errors import RoseError
 from rose.utils.log import get_logger
 
 IDLE_MS = 100
@@ -24,6 +25,8 @@ BEAT_SECONDS = 0.5
 """Without another frame for so long, the start of a step is told by itself."""
 LONG_STEP_SECONDS = 0.5
 """Steps that may take longer are told before they start, each."""
+STUCK_SECONDS = 10.0
+"""Work without a step for so long is a fault of ours; waiting for the building of a grammar does not count."""
 NOT_BEGUN: ErrorCode = "engine_unavailable"
 MESSAGES_PER_STEP = 256
 """More wait for the next step, so that a flood of requests does not hold up those that run."""
@@ -40,6 +43,10 @@ class EngineService:
         self._next_status = 0.0
         self._last_frame = 0.0
         self._told_bound_s = 0.0
+        self._owed: list[FromEngine] = []
+        """Last events that no frontend has taken yet."""
+        self._num_steps = 0
+        self._idle_since = 0.0
         engine.on_begin = self._beat
 
     def serve(self, is_stopping: Callable[[], bool]) -> int:
@@ -52,6 +59,7 @@ class EngineService:
             self._receive()
             try:
                 events = self.engine.expire() + self.engine.step()
+                self._check_progress(is_done=bool(events))
             except Exception as error:  # noqa: BLE001 - kernels and drivers raise anything; all of it is answered
                 self._fail(error)
                 return 1
@@ -92,11 +100,41 @@ class EngineService:
         self.engine.learn(vocabulary)
         self._tell_status()
 
+    def _check_progress(self, *, is_done: bool) -> None:
+        """Fail where there is work and nothing comes of it: a loop that turns is alive and yet no use to anyone.
+
+        Raises  RoseError
+        """
+        engine, num_steps = self.engine, self.engine.counters.num_steps
+        is_idle = not engine.scheduler.has_work or engine.grammars.is_busy
+        if is_done or is_idle or num_steps != self._num_steps:
+            self._num_steps, self._idle_since = num_steps, 0.0
+            return
+        now = time.monotonic()
+        self._idle_since = self._idle_since or now
+        if now - self._idle_since > STUCK_SECONDS:
+            running, waiting = len(engine.scheduler.running), len(engine.scheduler.waiting)
+            raise RoseError(
+                f"no step could be planned for {STUCK_SECONDS:g} s with {running} sequences running and "
+                f"{waiting} waiting"
+            )
+
     def _send(self, events: list[FromEngine]) -> None:
-        if events and not self.endpoint.send(events) and self.engine.running_ids():
-            _logger.warning("no frontend takes events; its %d requests end", self._num_open())
-            for request_id in self.engine.running_ids():
-                self.engine.abort(request_id)
+        if not events or self._deliver(events) or not self.engine.running_ids():
+            return
+        _logger.warning("no frontend takes events; its %d requests end", self._num_open())
+        text = "events of this request were lost because its frontend took none for too long; send it again"
+        for request_id in self.engine.running_ids():
+            self.engine.abort(request_id)
+            self._owed.append(_failure(request_id, text, "engine_failed"))
+
+    def _deliver(self, events: list[FromEngine]) -> bool:
+        """Send events behind those that are owed; what ends a request is kept where nobody takes it."""
+        if self.endpoint.send([*self._owed, *events] if self._owed else events):
+            self._owed.clear()
+            return True
+        self._owed += [e for e in events if isinstance(e, FinishedEvent | ErrorEvent)]
+        return False
 
     def _beat(self) -> None:
         """Tell that a step begins and how long it may take, where nothing else was told lately or it is long."""
@@ -114,7 +152,7 @@ class EngineService:
     def _tell_status(self) -> bool:
         status = self.engine.status()
         self._last_frame, self._told_bound_s = time.monotonic(), status.step_bound_s
-        return self.endpoint.send([status])
+        return self._deliver([status])
 
     def _fail(self, error: Exception) -> None:
         _logger.critical("a step failed with %d requests open", self._num_open(), exc_info=error)
