@@ -37,6 +37,12 @@ async def begun(room):
     return body["id"]
 
 
+def stored(app, response_id):
+    """Return the record of a response in an application's store."""
+    route = next(r for r in app.router.routes if r.path == "/v1/responses")
+    return route.endpoint.__self__._store.get(response_id)
+
+
 async def aborted(room):
     """Wait until the engine was told to stop, which nobody waits for, and only once."""
     async with asyncio.timeout(PATIENCE_SECONDS):
@@ -86,6 +92,7 @@ def test_a_stream_is_followed_while_it_runs_and_outlives_its_readers(talk, line)
         with contextlib.suppress(asyncio.CancelledError):
             await reader
         assert (await room.get(response_id))["status"] == "in_progress"
+        assert stored(room.http._transport.app, response_id).status == "in_progress"
         two = [room.get(response_id, stream="true") for _ in range(2)]
         first, second = await asyncio.gather(*two)
         assert first == second
@@ -195,9 +202,7 @@ def test_a_server_that_ends_waits_and_then_keeps_them_as_failed(talk, line):
 
     config = {"shutdown_timeout_s": 0.05}
     talk(scenario, line(LONG, delay_ms=20), config=config)
-    responses = next(r for r in seen["app"].router.routes if r.path == "/v1/responses")
-    store = responses.endpoint.__self__._store
-    record = store.get(seen["id"])
+    record = stored(seen["app"], seen["id"])
     assert record.status == "failed"
     assert b"shutting down" in bytes(record.body)
 

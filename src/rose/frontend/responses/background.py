@@ -237,5 +237,6 @@ class Background:
 
 
 def is_lost(record: Record) -> bool:
-    """Return whether the process that ran a response of a shared store is gone."""
-    return record.status not in FINISHED and time.time() - record.touched > LOST_SECONDS
+    """Return whether the process that ran a response of a shared store is gone; other stores go with their process."""
+    is_old = record.touched > 0 and time.time() - record.touched > LOST_SECONDS
+    return is_old and record.status not in FINISHED

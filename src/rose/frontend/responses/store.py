@@ -36,7 +36,7 @@ class Record(Struct, kw_only=True):
     is_hidden: bool = False
     """Its reasoning was not shown."""
     touched: float = 0.0
-    """Last sign of life of the process in which it runs, in seconds since 1970; of shared stores."""
+    """Last sign of life of the process in which it runs, in seconds since 1970; 0 where the store is not shared."""
 
 
 class Limits(Struct, frozen=True, kw_only=True):
