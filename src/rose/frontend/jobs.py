@@ -13,6 +13,7 @@ from rose.frontend.body import INLINE_BODY_BYTES
 from rose.frontend.config import FrontendConfig
 from rose.frontend.errors import RequestError
 from rose.frontend.formatters.base import AnswerDecoder, EncodedPrompt, FormatError, Formatter
+from rose.frontend.formatters.shape import AnswerShape
 from rose.frontend.generation import (
     ChoiceRun,
     Job,
@@ -23,7 +24,7 @@ from rose.frontend.generation import (
 )
 from rose.frontend.grammar.build import GrammarBuilder
 from rose.frontend.grammar.schema import SchemaLimits
-from rose.frontend.grammar.shape import answer_shape
+from rose.frontend.grammar.shape import answer_shape, is_free
 from rose.frontend.logprobs import ContentLogprobs
 from rose.frontend.parsing import (
     chat_logprobs,
@@ -150,19 +151,22 @@ class JobMaker:
         Units    as in `answer_shape`: tools of either API; `response_format` or `text.format`, and that name
         Raises   RequestError for what is wrong or cannot be enforced
         """
-        limits = SchemaLimits(max_bytes=self._config.max_schema_bytes)
-        shape = answer_shape(
-            tools=tools,
-            tool_choice=tool_choice,
-            answer_format=answer_format,
-            format_param=format_param,
-            limits=limits,
-        )
-        is_chosen = shape.must_call or shape.is_limited
-        param = (
-            format_param if shape.content is not None else "tool_choice" if is_chosen else "tools"
-        )
-        return await self.grammars.constraint(shape, param=param)
+        if is_free(tools=tools, tool_choice=tool_choice, answer_format=answer_format):
+            return None
+
+        def read() -> tuple[AnswerShape, str]:
+            shape = answer_shape(
+                tools=tools,
+                tool_choice=tool_choice,
+                answer_format=answer_format,
+                format_param=format_param,
+                limits=SchemaLimits(max_bytes=self._config.max_schema_bytes),
+            )
+            if shape.content is not None:
+                return shape, format_param
+            return shape, "tool_choice" if shape.must_call or shape.is_limited else "tools"
+
+        return await self.grammars.constraint(read)
 
     async def encode(self, conversation: dict[str, Any], *, num_bytes: int) -> EncodedPrompt:
         """Render a conversation with the day of now; `num_bytes` is the size of the body it came in.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rose.frontend.errors import RequestError
-from rose.frontend.grammar.build import schema_problem
+from rose.frontend.grammar.build import json_text
+from rose.frontend.grammar.checker import Checker, Text
 from rose.frontend.grammar.schema import MAX_DEPTH, SchemaLimits, checked_schema
 
 LIMITS = SchemaLimits(max_bytes=4096)
@@ -60,6 +61,14 @@ WRONG = [
 ]
 
 
+@pytest.fixture(scope="module")
+def problem():
+    """Return a function from a schema to the library's complaint."""
+    checker = Checker(num_processes=1, seconds=20)
+    yield lambda schema: checker.problems([Text("schema", json_text(schema))])[0]
+    checker.close()
+
+
 def _check(schema):
     return checked_schema(schema, "response_format.schema", LIMITS)
 
@@ -106,7 +115,7 @@ def test_annotations_and_what_asks_for_nothing_are_left_out():
     }
 
 
-def test_what_a_pydantic_model_writes_passes():
+def test_what_a_pydantic_model_writes_passes(problem):
     pydantic = pytest.importorskip("pydantic")
 
     class Person(pydantic.BaseModel):
@@ -118,14 +127,14 @@ def test_what_a_pydantic_model_writes_passes():
         people: list[Person]
         scores: dict[str, float]
 
-    assert schema_problem(_check(Work.model_json_schema())) is None
+    assert problem(_check(Work.model_json_schema())) is None
 
 
-def test_depth_and_size_are_limited():
+def test_depth_and_size_are_limited(problem):
     schema = {"type": "null"}
     for _ in range(MAX_DEPTH - 1):
         schema = {"items": schema}
-    assert schema_problem(_check(schema)) is None
+    assert problem(_check(schema)) is None
     with pytest.raises(RequestError, match=f"more than {MAX_DEPTH} levels"):
         _check({"items": schema})
     deep = {}
@@ -139,7 +148,7 @@ def test_depth_and_size_are_limited():
         checked_schema({"enum": list(range(6000))}, "p", SchemaLimits(max_bytes=10**6))
 
 
-def test_recursion_through_values_is_fine():
+def test_recursion_through_values_is_fine(problem):
     tree = {
         "type": "object",
         "properties": {"left": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
@@ -147,4 +156,4 @@ def test_recursion_through_values_is_fine():
         "additionalProperties": False,
     }
     assert _check(tree) == tree
-    assert schema_problem(tree) is None
+    assert problem(tree) is None

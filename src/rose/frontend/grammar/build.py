@@ -1,13 +1,15 @@
 """Shapes -> constraints that travel with requests: written by the formatter, checked by the grammar library, cached.
 
-All of it runs on threads of its own, so that no schema holds up the event loop. `GrammarBuilder.constraint` is what
-both APIs call.
+All of it runs on threads of its own, so that no schema holds up the event loop, and the library's part in a process
+that is killed when it takes too long. Both APIs come here by `JobMaker.constraint`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -15,19 +17,16 @@ import msgspec
 
 from rose.frontend.errors import RequestError
 from rose.frontend.formatters.base import FormatError, Formatter
-from rose.frontend.formatters.shape import (
-    ANY_OBJECT,
-    AnswerRules,
-    AnswerShape,
-    FunctionShape,
-    JsonSchema,
-)
+from rose.frontend.formatters.shape import ANY_OBJECT, AnswerShape, JsonSchema
+from rose.frontend.grammar.checker import Checker, CheckTimeout, Text
 from rose.protocol.grammar import Constraint, Grammar, Vocabulary
 
 CACHED_SHAPES = 256
 """Constraints kept, least recently used given up first; each is about as large as its schema."""
 THREADS = 2
-"""A build takes a millisecond or two; more threads would only compete with the event loop."""
+"""And processes: so that one request whose schema takes long holds up nobody. A build takes 5 ms or so."""
+ReadShape = Callable[[], tuple[AnswerShape, str]]
+"""Returns a shape that is not free, and the field that errors of the grammar library are told of."""
 
 
 class GrammarBuilder:
@@ -37,7 +36,9 @@ class GrammarBuilder:
         self._formatter = formatter
         self._build_seconds = build_seconds
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar")
-        self._built: OrderedDict[bytes, asyncio.Future[Constraint | None]] = OrderedDict()
+        self._checker = Checker(num_processes=THREADS, seconds=build_seconds)
+        self._lock = threading.Lock()
+        self._built: OrderedDict[bytes, Constraint] = OrderedDict()
         self.num_built = 0
         self.num_hits = 0
 
@@ -53,51 +54,55 @@ class GrammarBuilder:
         """
         return self._formatter.vocabulary()
 
-    async def constraint(self, shape: AnswerShape, *, param: str) -> Constraint | None:
-        """Return what holds an answer to a shape; None for a free one.
+    async def constraint(self, read: ReadShape) -> Constraint:
+        """Return what holds an answer to the shape that `read` returns; reading, too, happens on a thread.
 
-        Units    param: the field that errors of the grammar library are told of
         Raises   RequestError where the shape cannot be enforced, or building takes too long
         """
-        if shape.is_free:
-            return None
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._build, read)
+
+    def close(self) -> None:
+        """Let threads and processes go."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._checker.close()
+
+    def _build(self, read: ReadShape) -> Constraint:
+        """Do it all, on a thread."""
+        shape, param = read()
         key = msgspec.msgpack.encode([param, msgspec.to_builtins(shape)])
-        future = self._built.get(key)
-        if future is None or (future.done() and future.cancelled()):
-            loop = asyncio.get_running_loop()
-            future = loop.run_in_executor(self._threads, self._build, shape, param)
-            self._built[key] = future
+        with self._lock:
+            known = self._built.get(key)
+            if known is not None:
+                self._built.move_to_end(key)
+                self.num_hits += 1
+                return known
+        constraint = self._constraint(shape, param)
+        with self._lock:
+            self._built[key] = constraint
             self.num_built += 1
-        else:
-            self.num_hits += 1
-        self._built.move_to_end(key)
-        while len(self._built) > CACHED_SHAPES:
-            self._built.popitem(last=False)
+            while len(self._built) > CACHED_SHAPES:
+                self._built.popitem(last=False)
+        return constraint
+
+    def _constraint(self, shape: AnswerShape, param: str) -> Constraint:
         try:
-            # shielded: others may wait for the same shape
-            return await asyncio.wait_for(asyncio.shield(future), self._build_seconds)
-        except TimeoutError:
+            shape = self._enforceable(shape, param)
+            rules = self._formatter.rules(shape)
+            vocabulary = self._formatter.vocabulary()
+            assert rules is not None, "the shape asks for something"
+            texts = [Text("grammar", rule.text) for rule in rules.rules]
+            problem = next(filter(None, self._checker.problems(texts)), None)
+        except FormatError as error:
+            raise RequestError("unsupported_value", str(error), param=param) from error
+        except CheckTimeout:
             raise RequestError(
                 "invalid_request",
                 f"{param}: building its grammar took more than {self._build_seconds:g} s; make the schema smaller or "
                 "have the server started with a larger --grammar-build-seconds",
                 param=param,
             ) from None
-
-    def close(self) -> None:
-        """Let the threads go."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def _build(self, shape: AnswerShape, param: str) -> Constraint | None:
-        shape = replace(shape, functions=tuple(map(_enforceable, shape.functions)))
-        try:
-            rules = self._formatter.rules(shape)
-            vocabulary = self._formatter.vocabulary()
-        except FormatError as error:
-            raise RequestError("unsupported_value", str(error), param=param) from error
-        if rules is None:
-            return None
-        _check(shape, rules, param)
+        if problem is not None:
+            raise _cannot(param, "the grammar of the answer", problem)
         return Constraint(
             vocabulary=vocabulary.key,
             grammars=[
@@ -107,49 +112,35 @@ class GrammarBuilder:
             banned_ids=list(rules.banned_ids),
         )
 
+    def _enforceable(self, shape: AnswerShape, param: str) -> AnswerShape:
+        """Return a shape whose schemas the library takes; what is held to only if possible may become any object.
 
-def _enforceable(function: FunctionShape) -> FunctionShape:
-    if not function.is_best_effort or function.arguments is None:
-        return function
-    is_fine = schema_problem(function.arguments) is None
-    return function if is_fine else replace(function, arguments=ANY_OBJECT)
-
-
-def _check(shape: AnswerShape, rules: AnswerRules, param: str) -> None:
-    """Refuse what the grammar library does not take.
-
-    Raises  RequestError that says in the library's words what it is
-    """
-    parts = [("", shape.content)]
-    parts += [(f" (arguments of {f.name})", f.arguments) for f in shape.functions]
-    for where, schema in parts:
-        problem = None if schema is None else schema_problem(schema)
-        if problem is not None:
-            raise RequestError(
-                "unsupported_value",
-                f"{param}{where}: the schema cannot be enforced: {problem[:500]}; change the schema",
-                param=param,
+        Raises  RequestError for others, in the library's words; CheckTimeout
+        """
+        schemas = [shape.content, *(f.arguments for f in shape.functions)]
+        texts = [Text("schema", json_text(s)) for s in schemas if s is not None]
+        found = iter(self._checker.problems(texts))
+        problems = [None if schema is None else next(found) for schema in schemas]
+        if problems[0] is not None:
+            raise _cannot(param, "the schema", problems[0])
+        functions = []
+        for function, problem in zip(shape.functions, problems[1:], strict=True):
+            if problem is not None and not function.is_best_effort:
+                raise _cannot(param, f"the schema of {function.name}'s arguments", problem)
+            functions.append(
+                function if problem is None else replace(function, arguments=ANY_OBJECT)
             )
-    from llguidance import LLMatcher
-
-    for rule in rules.rules:
-        is_error, messages = LLMatcher.validate_grammar_with_warnings(
-            LLMatcher.grammar_from_lark(rule.text)
-        )
-        if is_error:
-            raise RequestError(
-                "unsupported_value",
-                f"{param}: the grammar of the answer cannot be built: {messages[0][:500]}; change the schema",
-                param=param,
-            )
+        return replace(shape, functions=tuple(functions))
 
 
-def schema_problem(schema: JsonSchema) -> str | None:
-    """Return why the grammar library does not take a schema, None where it does."""
-    from llguidance import LLMatcher
+def json_text(schema: JsonSchema) -> str:
+    """Return a schema as the library reads it."""
+    return msgspec.json.encode(schema).decode()
 
-    text = msgspec.json.encode(schema).decode()
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(
-        LLMatcher.grammar_from_json_schema(text)
+
+def _cannot(param: str, what: str, problem: str) -> RequestError:
+    return RequestError(
+        "unsupported_value",
+        f"{param}: {what} cannot be enforced: {problem}; change the schema",
+        param=param,
     )
-    return "; ".join(messages) if is_error or messages else None

@@ -30,6 +30,21 @@ class Choice:
     """The functions that may be called; None: all."""
 
 
+def is_free(*, tools: list[Any] | None, tool_choice: Any, answer_format: Any) -> bool:
+    """Tell, without a look into any schema, whether a request asks for no form at all.
+
+    Raises  RequestError for a `tool_choice` that does not fit the tools
+    """
+    is_text = isinstance(answer_format, dict) and answer_format.get("type") == "text"
+    if answer_format is not None and not is_text:
+        return False
+    choice = read_choice(tool_choice, _names(tools or []))
+    if choice.mode == "none":
+        return True
+    is_strict = any(_fields(tool).get("strict") for tool in tools or [])
+    return choice.mode == "auto" and choice.names is None and not is_strict
+
+
 def answer_shape(
     *,
     tools: list[Any] | None,
