@@ -570,6 +570,29 @@ def test_a_form_travels_to_the_engine_as_it_does_for_chat(talk, asked, is_free):
     talk(scenario, ANSWER)
 
 
+def test_truncation_leaves_out_the_oldest_steps_of_a_long_tool_loop(talk):
+    items = [{"role": "user", "content": "Find it."}]
+    for i in range(0, 40, 2):
+        for k in (i, i + 1):  # two calls at once, answered after both
+            call = {"type": "function_call", "call_id": f"c{k}", "name": "get_weather"}
+            items.append(call | {"arguments": json.dumps({"n": k})})
+        for k in (i, i + 1):
+            output = f"result {k} " + "word " * 20
+            items.append({"type": "function_call_output", "call_id": f"c{k}", "output": output})
+
+    async def scenario(room):
+        await room.create(input=items, tools=TOOLS, truncation="auto")
+        text = room.prompt_text()
+        assert 700 < len(room.prompt()) <= 875
+        assert text.count("Find it.") == 1
+        kept = [k for k in range(40) if f"result {k} " in text]
+        assert kept == list(range(kept[0], 40))
+        assert kept[0] % 2 == 0, "both calls of a step go together"
+        assert [k for k in range(40) if f'{{"n": {k}}}' in text] == kept
+
+    talk(scenario, ANSWER, context_tokens=1000)
+
+
 NAMESPACE = {
     "type": "namespace",
     "name": "crm",

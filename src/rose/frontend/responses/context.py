@@ -1,7 +1,7 @@
 """From a request and the store to the whole conversation that the model shall read.
 
 Earlier responses and references are looked up, sealed reasoning is opened, and with truncation=auto the oldest
-turns are left out where the prompt would not fit. Knows the store and the formatter's body, no engine.
+turns and steps are left out where the prompt would not fit. Knows the store and the formatter's body, no engine.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from rose.frontend.errors import RequestError
 from rose.frontend.parsing import quoted
@@ -23,6 +23,15 @@ Sampled = dict[int, list[int]]
 Find = Callable[[str], Record | None]
 
 
+class Cut(NamedTuple):
+    """What stays of a context, the leading system and developer messages aside: two ends."""
+
+    first: int
+    """Place of the user's message that stays."""
+    rest: int
+    """Place from which on everything stays."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Context:
     """What an answer is generated from, instructions and tools left out."""
@@ -31,25 +40,39 @@ class Context:
     sampled: Sampled = field(default_factory=dict)
     """Tokens of some items, by place."""
 
-    def without_oldest(self, num_items: int) -> Context:
-        """Return the context without its first items; leading system and developer messages stay."""
-        lead = _num_leading(self.items)
-        cut = lead + num_items
-        kept = {
-            i if i < lead else i - num_items: ids
-            for i, ids in self.sampled.items()
-            if i < lead or i >= cut
-        }
-        return Context(items=[*self.items[:lead], *self.items[cut:]], sampled=kept)
+    def without(self, cut: Cut) -> Context:
+        """Return the context without what a cut leaves out."""
+        lead, n = _num_leading(self.items), len(self.items)
+        kept = [*range(lead), cut.first, *range(cut.rest, n)]
+        places = {old: new for new, old in enumerate(kept)}
+        return Context(
+            items=[self.items[i] for i in kept],
+            sampled={places[i]: ids for i, ids in self.sampled.items() if i in places},
+        )
 
-    def turns(self) -> list[int]:
-        """Return how many items can be left out so that what is left begins with a user's message."""
+    def cuts(self) -> list[Cut]:
+        """Return what can be left out, ever more: the oldest turns one by one, then the oldest steps of the last turn.
+
+        What is left begins with a message of the user, and every result of a call in it has its call.
+        """
         lead = _num_leading(self.items)
-        return [
-            i - lead
-            for i, item in enumerate(self.items)
-            if i > lead and item["type"] == "message" and item["role"] == "user"
-        ]
+        users = [i for i in range(lead, len(self.items)) if _is_user(self.items[i])]
+        turns = [Cut(i, i + 1) for i in users if i > lead]
+        return [*turns, *self._steps(users[-1])] if users else []
+
+    def _steps(self, first: int) -> list[Cut]:
+        cuts, num_open, answered = [], 0, set()
+        calls = {i.get("call_id") for i in self.items if i["type"] == "function_call_output"}
+        for place in range(first + 1, len(self.items) - 1):
+            item, following = self.items[place], self.items[place + 1]
+            if item["type"] == "function_call" and item["call_id"] in calls:
+                num_open += 1
+            if item["type"] == "function_call_output" and item["call_id"] not in answered:
+                answered.add(item["call_id"])
+                num_open -= 1
+                if num_open == 0 and following["type"] != "function_call_output":
+                    cuts.append(Cut(first, place + 1))
+        return cuts
 
 
 def resolve(request: ResponsesRequest, response_id: str, store: Store, sealer: Sealer) -> Context:
@@ -196,6 +219,10 @@ def _open_sealed(context: Context, first: int, sealer: Sealer) -> None:
             ) from error
         content = [{"type": "reasoning_text", "text": text}]
         context.items[i] = {**item, "content": content, "hidden": True}
+
+
+def _is_user(item: Item) -> bool:
+    return item["type"] == "message" and item["role"] == "user"
 
 
 def _num_leading(items: list[Item]) -> int:

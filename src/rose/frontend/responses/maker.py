@@ -132,19 +132,19 @@ class TurnMaker:
         prompt = await self._jobs.encode(body_of(request, context), num_bytes=num_bytes)
         if request.truncation != "auto" or len(prompt.token_ids) <= room:
             return prompt, context
-        # The fewest turns to leave out, by halving: each try renders the conversation once.
-        cuts = context.turns()
+        # The least to leave out, by halving: each try renders the conversation once.
+        cuts = context.cuts()
         low, high = 0, len(cuts)
         while low < high:
             middle = (low + high) // 2
-            shorter = context.without_oldest(cuts[middle])
+            shorter = context.without(cuts[middle])
             tried = await self._jobs.encode(body_of(request, shorter), num_bytes=num_bytes)
             if len(tried.token_ids) <= room:
                 prompt, high = tried, middle
             else:
                 low = middle + 1
-        # Where even the last turn does not fit, the whole conversation is refused with its numbers.
-        return prompt, context.without_oldest(cuts[low]) if low < len(cuts) else context
+        # Where even the last step does not fit, the whole conversation is refused with its numbers.
+        return prompt, context.without(cuts[low]) if low < len(cuts) else context
 
     def _is_stored(self, request: ResponsesRequest) -> bool:
         if not isinstance(self._store, NoStore):
