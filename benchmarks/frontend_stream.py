@@ -28,6 +28,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -144,6 +145,8 @@ class Server:
             words = line.split()
             url = next((word for word in words if word.startswith("http://")), url)
             if "ready:" in words:
+                # Read on: a full pipe would stop the server at the next line of its log.
+                threading.Thread(target=self._process.stderr.read, daemon=True).start()
                 return url
         raise SystemExit("the server ended before it was ready")
 
