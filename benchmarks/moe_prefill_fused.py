@@ -25,17 +25,29 @@ import torch
 from torch import Tensor
 
 from rose.kernels import registry
-from rose.kernels.moe_experts import cuda_fused, cuda_prefill
+from rose.kernels.moe_experts import cuda_fused
 from rose.kernels.moe_experts.cuda_fused import FusedLibrary
 from rose.kernels.moe_experts.mxfp4_tiles import tiled
 from rose.kernels.moe_experts.reference import swiglu
 from rose.kernels.moe_experts.rows import RowTable, allocate_rows
 
 sys.path.insert(0, str(Path(__file__).parent))
-from moe_prefill_probe import LADDER, SMALL, WIDE, Rung, by_expert, ids_of, problem, spread
-from moe_prefill_variants import SIZES, balanced_ids, draw, time_us
+from moe_prefill_inputs import (
+    LADDER,
+    ONE,
+    SIZES,
+    SMALL,
+    WIDE,
+    Rung,
+    balanced_ids,
+    by_expert,
+    draw,
+    ids_of,
+    problem,
+    spread,
+    time_us,
+)
 
-ONE = {"D": 320, "I": 256, "K": 1}
 MORE = [
     Rung(name="tile_ends_64", sizes={**ONE, "E": 4}, tokens=704, counts=(64, 128, 192, 320)),
     Rung(name="tile_ends_ragged", sizes={**ONE, "E": 5}, tokens=774, counts=(65, 129, 193, 257, 130)),
@@ -43,7 +55,7 @@ MORE = [
     Rung(name="one_half_stage", sizes={"D": 64, "I": 128, "E": 2, "K": 1}, tokens=300, counts=(10, 290)),
     Rung(name="many_tiles", sizes={"D": 320, "I": 320, "E": 16, "K": 4}, tokens=6000),
 ]  # fmt: skip
-RUNGS = [r for r in (*LADDER[:14], *MORE) if r.weight == "fp8_block"]
+RUNGS = [*LADDER[:14], *MORE]
 RUNGS.append(Rung(name="wide_700", sizes={**WIDE, "E": 4}, tokens=700))
 PRODUCTS = {
     "mxfp4_r256": ("mxfp4", "r256"),
@@ -98,7 +110,7 @@ def walk(rung: Rung, way: str) -> Iterator[tuple[str, Callable[[], list[str | No
         arguments["expert_ids_TK"] = ids_of(rung.counts)
     ids, x, experts = arguments["expert_ids_TK"], arguments["x_TD"], rung.sizes["E"]
     table = table_of(ids, experts, shapes.rows)
-    rows = cuda_prefill.PrefillLibrary().quantize_rows(x, table)
+    rows = cuda_fused.FusedLibrary().quantize_rows(x, table)
     steps: dict[str, Callable[[], list[str | None]]]
     if way == "rows":
         steps = row_steps(library, x, ids, experts)
@@ -314,7 +326,7 @@ def stages_of(
     up, down_matrix, plain = cuda_fused.matrices(arguments["weights"])
     late = shapes.late
     table = table_of(arguments["expert_ids_TK"], up.shape[0], shapes.rows)
-    rows = cuda_prefill.PrefillLibrary().quantize_rows(arguments["x_TD"], table)
+    rows = cuda_fused.FusedLibrary().quantize_rows(arguments["x_TD"], table)
 
     def gate_up() -> Any:
         return library.gate_up(
@@ -372,8 +384,7 @@ def main() -> int:
         )
     began = time.monotonic()
     builds = [cuda_fused.FusedLibrary(defines=d).library for d in ([], ["ROSE_WATCHDOG"])]
-    builds.append(cuda_prefill.PrefillLibrary().library)
-    with ThreadPoolExecutor(3) as pool:
+    with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda library: library.build(), builds))
     say(stage="built", seconds=round(time.monotonic() - began, 1))
     with ThreadPoolExecutor(len(WAYS)) as pool:

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(
 )
 TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "f": ctypes.c_float}
 KEPT = {
-    "prefill_grouped.cuh": [
+    "prefill_tiles.cuh": [
         r"constexpr int kTileRows.*?(?=struct Rows)",
         r"struct Rows .*?\n};\n",
         r"template <int kStages>\nstruct Ring .*?\n};\n",

@@ -10,101 +10,22 @@ import torch
 
 from rose.kernels import build, registry
 from rose.kernels.formats import FP8_BLOCK, MXFP4, FormattedTensor
-from rose.kernels.moe_experts import cuda_prefill
+from rose.kernels.moe_experts import cuda_fused
 from rose.kernels.moe_experts.mxfp4_tiles import multipliers, tile_exponents
 from rose.quant.fp8 import from_mxfp4
 from rose.utils.device import DeviceFacts
 
-FOLDER = Path(cuda_prefill.__file__).parent
+FOLDER = Path(cuda_fused.__file__).parent
 H200 = DeviceFacts(kind="cuda", name="NVIDIA H200", capability=(9, 0), num_sms=132)
 needs_nvcc = pytest.mark.skipif(build.find_nvcc() is None, reason="nvcc is not installed")
 
 
-@pytest.fixture(scope="module")
-def built() -> build.Built:
-    return cuda_prefill.PrefillLibrary().library.build()
-
-
-@pytest.mark.slow
-@needs_nvcc
-def test_kernels_compile_without_spills_or_warnings(built: build.Built) -> None:
-    spills = re.findall(
-        r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores", built.log, re.DOTALL
-    )
-    assert len(spills) >= 12
-    for name, spilled in spills:
-        # The 256-column cluster kernels keep two integers of the schedule on the stack, read once per tile.
-        assert int(spilled) <= (8 if "ELi2EEE" in name else 0), name
-    assert "warning" not in built.log
-
-
-@pytest.mark.slow
-@needs_nvcc
-def test_products_use_fp8_tensor_cores_and_the_copy_engine(built: build.Built) -> None:
-    if build.find_cuobjdump() is None:
-        pytest.skip("cuobjdump is not installed")
-    functions = re.split(r"\n\s*Function : ", build.disassemble(built.path))[1:]
-    products = [f for f in functions if f.split("\n")[0].find("grouped") >= 0]
-    assert len(products) == 10
-    for code in products:
-        for instruction in ("QGMMA", "UTMALDG", "USETMAXREG"):
-            assert instruction in code, code.split("\n")[0]
-        if "ELi2EEE" not in code.split("\n")[0]:
-            assert not re.search(r"\b(LDL|STL)\b", code)
-
-
-BAND = 16
-
-
-def located(tiles: list[int], runs: int, cluster: int) -> list[tuple[int, int, int]]:
-    """`locate` of prefill_grouped.cuh for all items: (expert, tile of the expert, run of columns)."""
-    found = []
-    first = [sum(tiles[:e]) for e in range(len(tiles) + 1)]
-    pairs = [sum(t // 2 for t in tiles[:e]) for e in range(len(tiles) + 1)]
-    units = [p * runs + (f - 2 * p) * ((runs + 1) // 2) for p, f in zip(pairs, first, strict=True)]
-    for item in range(units[-1] if cluster == 2 else first[-1] * runs):
-        for rank in range(cluster):
-            band_size = BAND // cluster
-            if cluster == 1:
-                expert = next(
-                    e for e in range(len(tiles)) if first[e] <= item // runs < first[e + 1]
-                )
-                local, count = item - first[expert] * runs, tiles[expert]
-            else:
-                low, high = 0, len(tiles)
-                while high - low > 1:
-                    middle = (low + high) // 2
-                    low, high = (middle, high) if units[middle] <= item else (low, middle)
-                expert, local, count = low, item - units[low], pairs[low + 1] - pairs[low]
-            if cluster == 2 and local >= count * runs:
-                run, tile = 2 * (local - count * runs) + rank, 2 * count
-            else:
-                band = local // (band_size * runs)
-                band_tiles = min(count - band * band_size, band_size)
-                local -= band * band_size * runs
-                run = local // band_tiles
-                tile = (band * band_size + local % band_tiles) * cluster + rank
-            if run < runs:
-                found.append((expert, tile, run))
-    return found
-
-
-@pytest.mark.parametrize("cluster", [1, 2])
-@pytest.mark.parametrize("runs", [15, 12])
-def test_every_tile_and_run_is_taken_once(cluster: int, runs: int) -> None:
-    tiles = [0, 3, 1, 0, 0, 40, 2, 33, 0]
-    wanted = [(e, t, r) for e, n in enumerate(tiles) for t in range(n) for r in range(runs)]
-    assert sorted(located(tiles, runs, cluster)) == wanted
-
-
-@pytest.mark.parametrize(("source", "python"), [
-    ("prefill_sm90.cu", "cuda_prefill.py"),
-    ("prefill_fused_sm90.cu", "cuda_fused.py"),
-])  # fmt: skip
-def test_python_passes_what_the_launchers_take(source: str, python: str) -> None:
+def test_python_passes_what_the_launchers_take() -> None:
     declared = {}
     for name, parameters in re.findall(
-        r'extern "C" int (launch_\w+)\((.*?)\) \{', (FOLDER / source).read_text(), re.DOTALL
+        r'extern "C" int (launch_\w+)\((.*?)\) \{',
+        (FOLDER / "prefill_fused_sm90.cu").read_text(),
+        re.DOTALL,
     ):
         letters = ""
         for parameter in parameters.split(","):
@@ -112,7 +33,9 @@ def test_python_passes_what_the_launchers_take(source: str, python: str) -> None
             is_pointer = "*" in parameter or words[0] == "cudaStream_t"
             letters += "p" if is_pointer else {"int": "i", "float": "f", "int64_t": "q"}[words[0]]
         declared[name] = letters
-    passed = dict(re.findall(r'launcher\("(launch_\w+)", "(\w+)"\)', (FOLDER / python).read_text()))
+    passed = dict(
+        re.findall(r'launcher\("(launch_\w+)", "(\w+)"\)', (FOLDER / "cuda_fused.py").read_text())
+    )
     assert passed == declared
 
 
@@ -182,7 +105,7 @@ def expanded(matrix: FormattedTensor, exponents: torch.Tensor) -> torch.Tensor:
 
 
 def test_sign_replication_does_not_go_through_the_masking_intrinsic() -> None:
-    # nvcc clears the top bit of each selector of __byte_perm; a device test is in benchmarks/moe_prefill_probe.py.
+    # nvcc clears the top bit of each selector of __byte_perm.
     source = (FOLDER / "prefill_permute.cuh").read_text()
     code = source[source.index("__global__ void expand_mxfp4") :]
     assert "__byte_perm(" not in code

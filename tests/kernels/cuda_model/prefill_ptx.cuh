@@ -1,4 +1,4 @@
-// prefill_ptx.cuh, and the functions in assembly of prefill_grouped.cuh and prefill_permute.cuh, on the model.
+// prefill_ptx.cuh, and the functions in assembly of prefill_tiles.cuh and prefill_permute.cuh, on the model.
 #pragma once
 
 #include "wgmma_fp8.cuh"

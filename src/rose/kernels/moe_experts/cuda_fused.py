@@ -15,12 +15,16 @@ from torch import Tensor
 
 from rose.kernels.build import CudaLibrary
 from rose.kernels.formats import FormattedTensor
-from rose.kernels.moe_experts.cuda_prefill import X_GROUP, PrefillLibrary
 from rose.kernels.moe_experts.mxfp4_tiles import TiledExperts
 from rose.kernels.moe_experts.rows import RowTable, allocate_rows
+from rose.kernels.registry import Sizes
 from rose.kernels.weights import ExpertWeights
 from rose.utils.math import ceil_div, round_up
 
+MAX_EXPERTS = 128
+MAX_CHOSEN = 8
+X_GROUP = 128
+"""Columns of a token that share a scale."""
 HIDDEN_GROUP = 128
 """SwiGLU channels that share a scale, in every shape."""
 
@@ -118,9 +122,20 @@ class FusedLibrary:
         )  # fmt: skip
         return table
 
-    quantize_rows = PrefillLibrary.quantize_rows
-    combine = PrefillLibrary.combine
-    expand = PrefillLibrary.expand
+    def quantize_rows(self, x_TD: Tensor, table: RowTable) -> tuple[Tensor, Tensor]:
+        """Quantise each token once, in groups of 128 columns, and copy it to its rows.
+
+        Returns  values e4m3 [R, D]; scales float32 [groups, R rounded up to 4]
+        """
+        tokens, columns = x_TD.shape
+        rows = table.row_TK.numel()
+        values_RD = x_TD.new_empty(rows, columns, dtype=torch.float8_e4m3fn)
+        scales = x_TD.new_empty(ceil_div(columns, X_GROUP), round_up(rows, 4), dtype=torch.float32)
+        self._quantize(
+            x_TD.data_ptr(), table.row_TK.data_ptr(), values_RD.data_ptr(), scales.data_ptr(),
+            tokens, columns, table.row_TK.shape[1], scales.stride(0), _stream(),
+        )  # fmt: skip
+        return values_RD, scales
 
     def gate_up(
         self, x_RD: Tensor, x_scales: Tensor, table: RowTable, *,
@@ -153,6 +168,37 @@ class FusedLibrary:
             y_RD.data_ptr(), table.block_m, int(late), _stream(),
         )  # fmt: skip
         return y_RD
+
+    def combine(
+        self, y_RD: Tensor, table: RowTable, expert_weights_TK: Tensor, *, out_TD: Tensor
+    ) -> None:
+        """Add the weighted rows of each token, k = 0 first, in float32 with one rounding."""
+        tokens, columns = out_TD.shape
+        self._combine(
+            y_RD.data_ptr(), table.row_TK.data_ptr(), expert_weights_TK.data_ptr(), out_TD.data_ptr(),
+            tokens, columns, table.row_TK.shape[1], _stream(),
+        )  # fmt: skip
+
+    def expand(self, matrix: FormattedTensor, tile_exponents: Tensor, *, out: Tensor) -> Tensor:
+        """Turn MXFP4 into E4M3 values of given tile exponents.
+
+        Aliasing  writes and returns the head of the flat e4m3 tensor `out`, as [E, N, K]
+        """
+        assert matrix.scales is not None, "mxfp4 has scales"
+        experts, rows, columns = matrix.shape
+        if not out.is_meta:  # the memory plan prepares weights that have no numbers
+            self._expand(
+                matrix.values.data_ptr(), matrix.scales.data_ptr(), tile_exponents.data_ptr(),
+                out.data_ptr(), experts, rows, columns, _stream(),
+            )  # fmt: skip
+        return out[: experts * rows * columns].view(experts, rows, columns)
+
+
+def workspace(sizes: Sizes, rows: int, _longest: int) -> int:
+    """Bytes of a call: quantised rows, their SwiGLU, the outputs before they are added up."""
+    pairs, hidden, inner = rows * sizes["K"], sizes["D"], sizes["I"]
+    scales = 4 * pairs * (ceil_div(hidden, X_GROUP) + ceil_div(inner, HIDDEN_GROUP))
+    return pairs * (3 * hidden + inner) + scales
 
 
 def run_experts(

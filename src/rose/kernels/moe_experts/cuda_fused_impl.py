@@ -13,11 +13,14 @@ from rose.kernels.formats import FP8_BLOCK, FormattedTensor
 from rose.kernels.moe_experts.cuda_fused import (
     DEFAULT,
     HIDDEN_GROUP,
+    MAX_CHOSEN,
+    MAX_EXPERTS,
     VARIANTS,
+    X_GROUP,
     FusedLibrary,
     run_experts,
+    workspace,
 )
-from rose.kernels.moe_experts.cuda_prefill import MAX_CHOSEN, MAX_EXPERTS, X_GROUP, workspace
 from rose.kernels.moe_experts.mxfp4_tiles import TiledExperts, multipliers, tile_exponents, tiled
 from rose.kernels.registry import Band, Implementation, Sizes, register
 from rose.kernels.weights import ExpertWeights
@@ -47,7 +50,7 @@ def moe_experts(
         swiglu_alpha=swiglu_alpha,
         swiglu_limit=swiglu_limit,
         out_TD=out_TD,
-        shapes=DEFAULT if isinstance(weights, TiledExperts) else VARIANTS["r128_late"],
+        shapes=DEFAULT if isinstance(weights, TiledExperts) else VARIANTS["r128"],
     )
 
 

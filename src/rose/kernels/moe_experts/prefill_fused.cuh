@@ -1,4 +1,4 @@
-// Grouped FP8 product for Hopper, second design: weights may be MXFP4, expanded to E4M3 on their way to the tensor
+// Grouped FP8 product for Hopper: weights may be MXFP4, expanded to E4M3 on their way to the tensor
 // core; tiles of 256 rows; what a tile needs besides its operands travels with its first stage.
 //
 // Roles of a persistent block: two warpgroups multiply; with MXFP4 the four warps of a third expand weights; of the
@@ -16,9 +16,9 @@
 
 #include <cuda_fp16.h>
 
-#include "prefill_grouped.cuh"
 #include "prefill_permute.cuh"
 #include "prefill_ptx.cuh"
+#include "prefill_tiles.cuh"
 
 namespace rose::moe::fused {
 

@@ -1,5 +1,4 @@
-// Launchers of the experts for many tokens: prefill_fused.cuh, prefill_rows.cuh. Names and arguments are those of
-// prefill_sm90.cu, the first design, where they mean the same.
+// Launchers of the experts for many tokens: prefill_fused.cuh, prefill_rows.cuh, prefill_permute.cuh.
 #include "prefill_fused.cuh"
 #include "prefill_rows.cuh"
 

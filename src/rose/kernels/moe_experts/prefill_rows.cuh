@@ -1,5 +1,5 @@
-// Second versions of the sort and the quantisation in prefill_permute.cuh: the sort by a cluster of eight blocks, the
-// quantisation with sixteen columns a lane. Same row layout; NOT YET RUN ON A GPU (benchmarks/moe_prefill_fused.py).
+// Before the grouped products: give each (token, k) pair a row, by a cluster of eight blocks; quantise tokens into their
+// rows, sixteen columns a lane.
 #pragma once
 
 #include "mbarrier.cuh"
@@ -19,8 +19,8 @@ __device__ __forceinline__ int load_remote(const int* pointer, uint32_t rank) {
   return value;
 }
 
-// Each warp of the cluster owns a run of pairs in order, as in sort_pairs; a block learns from the others how many
-// rows of each expert lie before its own.
+// Each warp of the cluster owns a run of pairs in order: it counts its experts, learns how many rows of each lie before its
+// own, in its block and in the others, and walks its run again to hand out rows. Ties keep the order of the pairs.
 __global__ void __cluster_dims__(kSortBlocks, 1, 1) __launch_bounds__(kSortWarps * 32)
     sort_pairs_in_cluster(const int* ids, int num_pairs, int num_experts, int tile_rows, int* row_of_pair, int* starts,
                           int* tiles, int* expert_of_tile, int* pairs) {
