@@ -251,6 +251,42 @@ def test_input_items_are_all_that_the_answer_was_made_of(talk):
     talk(scenario, CALL, ANSWER)
 
 
+def test_every_form_of_item_is_kept_in_openais_own(talk):
+    """The lab checks each answer against OpenAI's schemas, so listing them is the test."""
+    output_text = {"type": "output_text", "text": "c", "annotations": [], "logprobs": []}
+    call = {"type": "function_call", "call_id": "c1", "name": "get_weather", "arguments": "{}"}
+    items = [
+        {"role": "system", "content": "a"},
+        {"role": "developer", "content": [{"type": "input_text", "text": "b"}]},
+        {"type": "message", "role": "user", "content": "c", "id": "mine"},
+        {"role": "assistant", "content": "c", "phase": "commentary"},
+        {"role": "assistant", "content": [output_text], "status": "incomplete", "phase": None},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "d"}], "id": None},
+        {"type": "reasoning", "summary": [], "content": None, "encrypted_content": None},
+        call,
+        {**call, "call_id": "c2", "namespace": "crm", "id": "fc_1", "status": "in_progress"},
+        {"type": "function_call_output", "call_id": "c1", "output": "e"},
+        {
+            "type": "function_call_output",
+            "call_id": "c2",
+            "output": [{"type": "input_text", "text": "f"}],
+        },
+    ]
+
+    async def scenario(room):
+        body = await room.create(input=items)
+        page = await room.get(f"{body['id']}/input_items", order="asc")
+        assert [item["type"] for item in page["data"]] == [
+            item.get("type", "message") for item in items
+        ]
+        assert len({item["id"] for item in page["data"]}) == len(items)
+        await room.create(input=page["data"])
+        assert room.prompt(0) == room.prompt(1), "what is listed can be sent again"
+
+    talk(scenario, ANSWER)
+
+
 def test_sealed_reasoning_carries_a_loop_without_a_store(talk):
     include = ["reasoning.encrypted_content"]
 
