@@ -16,6 +16,7 @@ from rose.config.cache import CacheConfig
 from rose.config.decoding import DecodingConfig
 from rose.config.engine import EngineConfig
 from rose.config.scheduler import SchedulerConfig
+from rose.decoders.plain import PlainDecoder
 from rose.engine.engine import LLMEngine, RequestRefused
 from rose.protocol.event import ErrorEvent, FinishedEvent, TokensEvent
 from rose.protocol.request import Request
@@ -299,6 +300,29 @@ def test_the_status_counts_what_happened():
     status = engine.status()
     assert (status.num_running, status.kv_pages_used, status.num_output_tokens) == (0, 0, 4)
     assert (status.is_ready, status.context_tokens, status.vocab_size) == (True, 512, VOCAB)
+
+
+def test_the_configuration_chooses_the_loop_and_a_cpu_takes_steps_in_turn():
+    def loop(**config):
+        return _engine(is_overlapped=None, **config).step.__name__
+
+    assert loop() == loop(overlap=False) == "_step_in_turn"
+    assert loop(overlap=True) == "_step_overlapped"
+
+
+def test_a_decoder_that_cannot_overlap_is_refused_only_where_it_is_asked_to(monkeypatch):
+    monkeypatch.setattr(PlainDecoder, "can_overlap", False)
+    assert _engine(is_overlapped=None).step.__name__ == "_step_in_turn"
+    with pytest.raises(ConfigError, match="overlap=True was asked for; the decoder 'plain' needs"):
+        _engine(is_overlapped=None, overlap=True)
+
+
+def test_more_sequences_than_decode_kernels_are_made_for_still_decode():
+    engine = _engine(kv_tokens=1100 * 16, budget=2048, mixed=2048, sequences=520, waiting=600)
+    prompts = [[i % VOCAB] for i in range(520)]
+    outputs = engine.generate(_request(f"r{i}", p, 3) for i, p in enumerate(prompts))
+    assert max(engine.model.num_tokens_seen) == 520
+    assert [o.token_ids for o in outputs] == [expected_output(p, 3) for p in prompts]
 
 
 def test_an_unknown_decoder_is_refused_with_the_known_names():

@@ -16,7 +16,7 @@ from rose.config.quant import QuantConfig
 from rose.kernels import registry
 from rose.kernels.__main__ import main as kernels_main
 from rose.kernels.formats import plain
-from rose.kernels.registry import REGIMES, Band, Implementation, Operation, Regime
+from rose.kernels.registry import MANY_DECODE, REGIMES, Band, Implementation, Operation, Regime
 from rose.kernels.weights import LinearWeights
 from rose.layers.build import LayerBuild
 from rose.utils.device import CPU, DeviceFacts
@@ -222,7 +222,7 @@ def test_regimes_cover_every_number_of_rows_of_both_phases():
                 operation="scale", name="any", function=noop, band=Band.PORTABLE
             )
             bound = registry.BoundOperation(
-                registry.load("rms_norm"), dict.fromkeys(REGIMES, implementation)
+                registry.load("rms_norm"), dict.fromkeys((*REGIMES, MANY_DECODE), implementation)
             )
             assert bound.select(phase, rows) is noop
     assert str(Regime("decode", 1, 16)) == "decode 1..16"

@@ -38,6 +38,8 @@ class EngineConfig:
     """Limit below the model's own; None: the model's."""
     use_graphs: bool = True
     """Replay decode steps from CUDA graphs (CUDA only)."""
+    overlap: bool | None = None
+    """Plan a step while the device computes the one before it. None: on CUDA, where host and device are two."""
     seed: int = 0
     """Seeds the seeds of requests that bring none."""
     quant: QuantConfig = field(default_factory=QuantConfig)

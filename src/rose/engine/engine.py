@@ -1,7 +1,7 @@
 """The engine: requests in, events out, one step at a time. Token ids only; it knows no text.
 
 What happens in one step is in `_step_in_turn` (plan, launch, collect, commit) and, for devices that work
-while the host plans, in `_step_overlapped`. Both give the same tokens.
+while the host plans, in `_step_overlapped`. Both give the same tokens; `EngineConfig.overlap` says which one runs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from rose.protocol.request import Request
 from rose.protocol.sampling_params import SamplingParams
 from rose.runtime.plan import StepPlan, StepResult
 from rose.utils.device import detect
-from rose.utils.errors import RoseError
+from rose.utils.errors import ConfigError, RoseError
 from rose.utils.log import get_logger
 
 MEASURED_TOKENS = 60
@@ -120,7 +120,7 @@ class LLMEngine:
     ) -> LLMEngine:
         """Build an engine around a model (a CausalLM) whose parameters are on the device already.
 
-        Units    is_overlapped None: on a CUDA device, where planning and computing are different processors
+        Units    is_overlapped None: as the configuration says (`overlap`)
         Raises   ConfigError
         """
         device = detect(config.device)
@@ -147,7 +147,7 @@ class LLMEngine:
         for line in built.lines():
             _logger.info("%s", line)
         if is_overlapped is None:
-            is_overlapped = built.assembly.device.kind == "cuda" and built.decoder.can_overlap
+            is_overlapped = _is_overlapped(built)
         table = PageTable(
             built.assembly.layout,
             built.assembly.memory.num_pages,
@@ -427,6 +427,22 @@ class LLMEngine:
             message=f"the request's grammars are written for vocabulary {constraint.vocabulary[:16]!r}, which this "
             "engine was not sent; send the vocabulary first",
         )
+
+
+def _is_overlapped(built: BuiltDecoder) -> bool:
+    """Return which of the two loops runs.
+
+    Raises  ConfigError where the decoder cannot do what was asked
+    """
+    asked = built.config.overlap
+    if asked and not built.decoder.can_overlap:
+        raise ConfigError(
+            f"overlap=True was asked for; the decoder {built.config.decoding.decoder!r} needs each step's tokens "
+            "before the next is planned; change overlap to off or decoding.decoder to plain"
+        )
+    if asked is None:
+        return built.assembly.device.kind == "cuda" and built.decoder.can_overlap
+    return asked
 
 
 def _collect(outputs: dict[str, Generation], event: FromEngine) -> None:

@@ -53,10 +53,13 @@ class Regime:
     max_rows: int
 
     def __str__(self) -> str:
-        return f"{self.phase} {self.min_rows}..{self.max_rows}"
+        most = "" if self.max_rows == MAX_ROWS else self.max_rows
+        return f"{self.phase} {self.min_rows}..{most}"
 
 
 MAX_ROWS = 1 << 30
+MANY_DECODE = Regime("decode", 513, MAX_ROWS)
+"""More sequences than decode kernels are made for: what prefill has is bound, and shown in the table."""
 REGIMES = (
     Regime("decode", 1, 16),
     Regime("decode", 17, 64),
@@ -362,8 +365,6 @@ class BoundOperation:
         for regime, call in self._calls.items():
             if regime.phase == phase and regime.min_rows <= num_rows <= regime.max_rows:
                 return call
-        if phase != "prefill":
-            return self.select("prefill", num_rows)
         raise ContractError(f"{self.operation.name}: no regime for {phase} with {num_rows} rows")
 
     def rows(self) -> list[tuple[str, str, str]]:
@@ -421,6 +422,7 @@ def bind(
         known = ", ".join(i.name for i in implementations(name))
         raise ContractError(f"{name}: implementation {forced!r} is not known; known: {known}")
     if batch_invariant:
+        regimes = (*regimes, MANY_DECODE) if regimes == REGIMES else regimes
         table = _invariant_table(candidates, formats, sizes, device, regimes)
         return BoundOperation(operation, table, sizes=sizes, check_calls=check_calls)
     table = {}
@@ -434,6 +436,8 @@ def bind(
             refused.append(f"{implementation.name}: {reason}")
         else:
             raise ContractError(f"{name} ({regime}): nothing can run; " + "; ".join(refused))
+    if regimes == REGIMES:
+        table[MANY_DECODE] = table[REGIMES[-1]]
     return BoundOperation(operation, table, sizes=sizes, check_calls=check_calls)
 
 

@@ -68,33 +68,39 @@ class Attention:
         self, q_THD: Tensor, page_table_SP: Tensor, context: ForwardContext, out_THD: Tensor
     ) -> None:
         """The first `num_decode` tokens are one sequence each."""
-        num = context.num_decode
+        num, lengths_S = context.num_decode, context.lengths_S
+        if num < len(q_THD):
+            q_THD, out_THD = q_THD[:num], out_THD[:num]
+            page_table_SP, lengths_S = page_table_SP[:num], lengths_S[:num]
         self._decode.select("decode", num)(
-            q_THD[:num],
+            q_THD,
             context.kv_pages[self._layer],
-            page_table_SP[:num],
-            context.lengths_S[:num],
+            page_table_SP,
+            lengths_S,
             self._sinks_H,
             scale=self._head_dim**-0.5,
             window_tokens=self._window_tokens,
             max_length=context.max_length,
-            out_SHD=out_THD[:num],
+            out_SHD=out_THD,
         )
 
     def _attend_prefill(
         self, q_THD: Tensor, page_table_SP: Tensor, context: ForwardContext, out_THD: Tensor
     ) -> None:
         """The tokens after them belong to chunks."""
-        num = context.num_decode
-        self._prefill.select("prefill", len(q_THD) - num)(
-            q_THD[num:],
+        num, lengths_S = context.num_decode, context.lengths_S
+        if num:  # slicing costs the host a few microseconds a layer, and most prompts come alone
+            q_THD, out_THD = q_THD[num:], out_THD[num:]
+            page_table_SP, lengths_S = page_table_SP[num:], lengths_S[num:]
+        self._prefill.select("prefill", len(q_THD))(
+            q_THD,
             context.kv_pages[self._layer],
-            page_table_SP[num:],
+            page_table_SP,
             context.query_starts_N1,
-            context.lengths_S[num:],
+            lengths_S,
             self._sinks_H,
             scale=self._head_dim**-0.5,
             window_tokens=self._window_tokens,
             max_query_tokens=context.max_query_tokens,
-            out_THD=out_THD[num:],
+            out_THD=out_THD,
         )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rose.cache.layout import CacheLayout
 from rose.config.engine import KernelsConfig
-from rose.kernels.registry import REGIMES, bind
+from rose.kernels.registry import MANY_DECODE, REGIMES, bind
 from rose.layers.context import ForwardContext, KindContext
 from rose.runtime.plan import MAX_HIT_COLUMNS, PlanEntry, StepPlan
 from rose.runtime.staging import StagingRing
@@ -85,7 +85,7 @@ class DeviceTables:
             formats={},
             sizes={"K": num_kinds},
             device=device,
-            regimes=tuple(r for r in REGIMES if r.phase == "decode"),
+            regimes=(*(r for r in REGIMES if r.phase == "decode"), MANY_DECODE),
             only=kernels.only,
             check_calls=kernels.check_calls,
             batch_invariant=bool(kernels.batch_invariant),
