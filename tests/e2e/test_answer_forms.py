@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import Counter
 from pathlib import Path
 
 import jsonschema
@@ -84,7 +83,10 @@ CLOCK = {
     },
 }
 TOOLS = [WEATHER, CLOCK]
+END_ID = load_tokenizer(EMBEDDED_MODEL).control_id("<|end|>")
 SCHEMAS = {t["function"]["name"]: t["function"]["parameters"] for t in TOOLS}
+CLOCK_SCHEMA = SCHEMAS["clock"]
+SMALL = {"type": "json_schema", "json_schema": {"name": "clock", "schema": CLOCK_SCHEMA}}
 VALID = jsonschema.Draft202012Validator(SCHEMA, format_checker=jsonschema.FormatChecker()).validate
 
 
@@ -93,8 +95,8 @@ def formatter():
     return HarmonyFormatter(load_tokenizer(EMBEDDED_MODEL))
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["in_turn", "overlapped"])
-def engine(request):
+@pytest.fixture(scope="module")
+def engine():
     import torch
 
     before = torch.get_num_threads()
@@ -104,7 +106,7 @@ def engine(request):
         device="cpu",
         cache=CacheConfig(kv_tokens=65_536),
     )
-    yield LLMEngine.from_config(config, is_overlapped=request.param)
+    yield LLMEngine.from_config(config, is_overlapped=True)
     torch.set_num_threads(before)
 
 
@@ -129,47 +131,46 @@ def _said(text="What is the weather in Paris?"):
 
 
 def _bodies(count, **fields):
-    """Bodies with seeds of their own. The bias lets models end their reasoning that never learnt to."""
+    """Bodies with seeds of their own. The bias lets a model end its reasoning that has not learnt to."""
     texts = ["What is the weather in Paris?", "2+2?", "Tell me of a book.", "Ωμέγα 😀 <|end|>"]
     return [
-        {"messages": _said(texts[seed % len(texts)]), "seed": seed, **fields}
+        {
+            "messages": _said(texts[seed % len(texts)]),
+            "seed": seed,
+            "logit_bias": {str(END_ID): 8},
+            **fields,
+        }
         for seed in range(count)
     ]
 
 
 def _check_schema_answers(engine, formatter, count):
     answers = _ask(engine, formatter, _bodies(count, response_format=FORMAT))
-    reasons = Counter(a["choices"][0]["finish_reason"] for a in answers)
+    assert [a["choices"][0]["finish_reason"] for a in answers] == ["stop"] * count
     for answer in answers:
-        [choice] = answer["choices"]
-        if choice["finish_reason"] == "stop":
-            VALID(json.loads(choice["message"]["content"]))
-        else:
-            # the reasoning took every token: nothing of an answer may stand there half
-            assert choice["finish_reason"] == "length"
-    assert reasons["stop"] >= 0.9 * count, reasons
+        VALID(json.loads(answer["choices"][0]["message"]["content"]))
 
 
 def _check_required_calls(engine, formatter, count):
     answers = _ask(engine, formatter, _bodies(count, tools=TOOLS, tool_choice="required"))
-    names = Counter()
     for answer in answers:
         [choice] = answer["choices"]
-        if choice["finish_reason"] == "length":
-            names["cut"] += 1
-            continue
         assert choice["finish_reason"] == "tool_calls"
         assert not choice["message"]["content"]
-        [call] = choice["message"]["tool_calls"]
-        jsonschema.validate(
-            json.loads(call["function"]["arguments"]), SCHEMAS[call["function"]["name"]]
-        )
-        names[call["function"]["name"]] += 1
-    assert names["cut"] <= 0.1 * count, names
+        _check_calls(choice["message"], SCHEMAS)
+        assert len(choice["message"]["tool_calls"]) == 1
+
+
+def _check_calls(message, schemas):
+    for call in message.get("tool_calls", []):
+        function = call["function"]
+        assert function["name"] in schemas
+        if schemas[function["name"]] is not None:
+            jsonschema.validate(json.loads(function["arguments"]), schemas[function["name"]])
 
 
 def test_a_schema_is_always_obeyed(engine, formatter):
-    _check_schema_answers(engine, formatter, 6)
+    _check_schema_answers(engine, formatter, 4)
 
 
 def test_a_required_call_always_comes_with_arguments_of_its_schema(engine, formatter):
@@ -212,6 +213,64 @@ def test_responses_are_held_to_the_same_forms(engine, formatter):
     if called["status"] == "completed":
         call = called["output"][-1]
         jsonschema.validate(json.loads(call["arguments"]), SCHEMAS[call["name"]])
+
+
+def test_strict_arguments_hold_wherever_the_model_calls(engine, formatter):
+    tools = [{"type": "function", "function": {**WEATHER["function"], "strict": True}}]
+    answers = _ask(engine, formatter, _bodies(4, tools=tools, max_tokens=100))
+    messages = [answer["choices"][0] for answer in answers]
+    for choice in messages:
+        if choice["finish_reason"] == "tool_calls":
+            _check_calls(choice["message"], {"get_weather": SCHEMAS["get_weather"]})
+
+
+def test_a_named_or_allowed_function_is_the_only_one_called(engine, formatter):
+    named = {"type": "function", "function": {"name": "clock"}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named]}}
+    bodies = _bodies(2, tools=TOOLS, tool_choice=named)
+    bodies += _bodies(4, tools=TOOLS, tool_choice=allowed, max_tokens=100)
+    answers = _ask(engine, formatter, bodies)
+    for answer in answers[:2]:
+        assert answer["choices"][0]["finish_reason"] == "tool_calls"
+    for answer in answers:
+        choice = answer["choices"][0]
+        if choice["finish_reason"] == "tool_calls":
+            _check_calls(choice["message"], {"clock": SCHEMAS["clock"]})
+
+
+def test_a_limit_in_the_middle_of_json_ends_with_length(engine, formatter):
+    [whole] = _ask(engine, formatter, _bodies(1, response_format=SMALL))
+    num_tokens = whole["usage"]["completion_tokens"]
+    [cut] = _ask(engine, formatter, _bodies(1, response_format=SMALL, max_tokens=num_tokens - 5))
+    text = whole["choices"][0]["message"]["content"]
+    assert cut["choices"][0]["finish_reason"] == "length"
+    assert text.startswith(cut["choices"][0]["message"]["content"])
+    assert cut["choices"][0]["message"]["content"] != text
+    [call] = _ask(engine, formatter, _bodies(1, tools=TOOLS, tool_choice="required", max_tokens=8))
+    assert call["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_stream_with_logprobs_and_two_choices_is_the_same_answer(engine, formatter):
+    [body] = _bodies(1, response_format=SMALL, n=2, logprobs=True, top_logprobs=2)
+    body |= {"model": "m", "max_tokens": 1500, "parallel_tool_calls": False}
+
+    async def both():
+        async with inner_engine.serving(engine, formatter) as (http, _):
+            whole = await http.post("/v1/chat/completions", json=body)
+            streamed = await http.post("/v1/chat/completions", json={**body, "stream": True})
+            return whole.json(), streamed.text
+
+    whole, text = asyncio.run(both())
+    lines = [line[6:] for line in text.splitlines() if line.startswith("data: {")]
+    pieces = [choice for line in lines for choice in json.loads(line)["choices"]]
+    for choice in whole["choices"]:
+        jsonschema.validate(json.loads(choice["message"]["content"]), CLOCK_SCHEMA)
+        mine = [p for p in pieces if p["index"] == choice["index"]]
+        said = "".join(p["delta"].get("content") or "" for p in mine)
+        assert said == choice["message"]["content"]
+        scores = choice["logprobs"]["content"]
+        assert b"".join(bytes(s["bytes"]) for s in scores).decode() == said
+    assert len(whole["choices"]) == 2
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -12,11 +13,14 @@ import time
 from pathlib import Path
 
 import httpx
+import jsonschema
 import pytest
 
 from fakes.servers import RunningServer
 
 CONTEXT_TOKENS = 512
+END_ID = 200007
+"""Of `<|end|>` in o200k_harmony."""
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "2+2?"}], "max_tokens": 8}
 
 
@@ -171,6 +175,47 @@ def test_a_prompt_that_comes_again_is_found_and_answered_alike(server):
     refused = server.http.post("/v1/chat/completions", json={**CHAT, "cache_salt": "x" * 257})
     assert refused.status_code == 400
     assert "cache_salt has 257 characters" in refused.json()["error"]["message"]
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "word": {"type": "string", "maxLength": 8},
+        "kind": {"enum": ["a", "b"]},
+        "numbers": {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 3},
+    },
+    "required": ["word", "kind", "numbers"],
+    "additionalProperties": False,
+}
+
+
+def _value(server, seed):
+    """Return an answer of SCHEMA. The bias ends the model's reasoning, which it has never learnt to do."""
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+    bias = {str(END_ID): 60}
+    answer = _chat(server, response_format=form, seed=seed, max_tokens=200, logit_bias=bias)
+    [choice] = answer["choices"]
+    assert choice["finish_reason"] == "stop"
+    return json.loads(choice["message"]["content"])
+
+
+def test_a_schema_holds_for_a_model_that_has_learnt_nothing(server):
+    values = [_value(server, seed) for seed in range(2)]
+    for value in values:
+        jsonschema.validate(value, SCHEMA)
+    assert values[0] != values[1]
+
+
+@pytest.mark.slow
+def test_an_engine_that_was_started_anew_holds_answers_to_their_form(server):
+    before = _value(server, 7)
+    os.kill(server.engine_pid(), signal.SIGKILL)
+    for status in (503, 200):
+        end = time.monotonic() + 60
+        while server.http.get("/ready").status_code != status:
+            assert time.monotonic() < end, f"/ready did not turn {status}"
+            time.sleep(0.02)
+    assert _value(server, 7) == before
 
 
 def test_a_client_that_leaves_gives_its_pages_back(server):

@@ -18,6 +18,11 @@ import httpx
 START_SECONDS = 60
 
 
+def _command(pid: int) -> bytes:
+    with open(f"/proc/{pid}/cmdline", "rb") as file:  # noqa: PTH123
+        return file.read()
+
+
 class RunningServer:
     """`rose serve` in a process; what it prints is collected line by line."""
 
@@ -48,7 +53,9 @@ class RunningServer:
     def engine_pid(self) -> int:
         children = f"/proc/{self.process.pid}/task/{self.process.pid}/children"
         with open(children) as file:  # noqa: PTH123
-            [pid] = [int(word) for word in file.read().split()]
+            pids = [int(word) for word in file.read().split()]
+        # beside the engine there may be processes that read schemas
+        [pid] = [pid for pid in pids if b"grammar.checker" not in _command(pid)]
         return pid
 
     def stop(self) -> int:
