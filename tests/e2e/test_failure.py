@@ -99,6 +99,8 @@ def _check_everybody_was_told(streams, waiting, begin, seconds, word):
     for client in streams + waiting:
         client.join(20)
         assert not client.is_alive(), "a client still waits"
+    waits = [f"{client.ended - begin:.2f} s ({client.status})" for client in streams + waiting]
+    print(f"{word}: told after {', '.join(waits)}")
     for stream in streams:
         assert stream.done
         assert stream.ended - begin < seconds
