@@ -354,18 +354,30 @@ histories = st.lists(
 
 
 @settings(max_examples=40, deadline=None)
-@given(history=histories, is_overlapped=st.booleans(), kv_pages=st.integers(10, 40))
+@given(
+    history=histories,
+    is_overlapped=st.booleans(),
+    kv_pages=st.integers(10, 40),
+    policy=st.sampled_from(["first-come", "priority"]),
+)
 def test_any_history_gives_every_request_the_tokens_of_a_naive_loop(
-    history, is_overlapped, kv_pages
+    history, is_overlapped, kv_pages, policy
 ):
-    _check_history(history, is_overlapped, kv_pages)
+    _check_history(history, is_overlapped, kv_pages, policy)
 
 
 @pytest.mark.slow
 @settings(max_examples=1500, deadline=None)
-@given(history=histories, is_overlapped=st.booleans(), kv_pages=st.integers(10, 24))
-def test_thousands_of_histories_give_the_tokens_of_a_naive_loop(history, is_overlapped, kv_pages):
-    _check_history(history, is_overlapped, kv_pages)
+@given(
+    history=histories,
+    is_overlapped=st.booleans(),
+    kv_pages=st.integers(10, 24),
+    policy=st.sampled_from(["first-come", "priority"]),
+)
+def test_thousands_of_histories_give_the_tokens_of_a_naive_loop(
+    history, is_overlapped, kv_pages, policy
+):
+    _check_history(history, is_overlapped, kv_pages, policy)
 
 
 def _watch_pages(engine):
@@ -381,8 +393,10 @@ def _watch_pages(engine):
     engine.decoder.launch = checked
 
 
-def _check_history(history, is_overlapped, kv_pages):
-    engine = _engine(kv_tokens=16 * kv_pages, is_overlapped=is_overlapped, sequences=4)
+def _check_history(history, is_overlapped, kv_pages, policy):
+    engine = _engine(
+        kv_tokens=16 * kv_pages, is_overlapped=is_overlapped, sequences=4, policy=policy
+    )
     use_eager_graphs(engine)
     _watch_pages(engine)
     wanted, events = {}, []
@@ -396,7 +410,10 @@ def _check_history(history, is_overlapped, kv_pages):
             stop = wanted[name][output // 2 : output // 2 + 1] if is_stopped else []
             if stop:
                 wanted[name] = wanted[name][: wanted[name].index(stop[0]) + 1]
-            events += engine.add(_request(name, tokens, output, stop=stop))
+            request = _request(name, tokens, output, stop=stop)
+            if policy == "priority":
+                request = msgspec.structs.replace(request, priority=output % 3 - 1)
+            events += engine.add(request)
         elif action == "abort":
             events += engine.abort(f"r{values[0]}")
         else:
