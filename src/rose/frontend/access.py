@@ -21,6 +21,8 @@ from rose.utils.errors import ConfigError
 
 KEYS_VARIABLE = "ROSE_API_KEY"
 """Environment variable with keys, separated by blanks or commas."""
+KEY_NAME = "rose.key_name"
+"""In the scope of a request: a name for the key it came with; empty where no key is asked for."""
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """Probes ask these without a key, and learn only whether the server works."""
 MAX_KEY_CHARACTERS = 512
@@ -74,7 +76,9 @@ class KeyCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer 401."""
         is_open = scope["type"] != "http" or scope["path"] in OPEN_PATHS or not self._digests
-        if is_open or self._is_known(_bearer(scope)):
+        key = None if is_open else _bearer(scope)
+        if is_open or self._is_known(key):
+            scope[KEY_NAME] = "" if key is None else _digest(b"name of " + key).hex()[:32]
             await self._app(scope, receive, send)
             return
         self._metrics.answered("other", 401, "error")

@@ -214,6 +214,40 @@ def test_store_false_keeps_nothing(talk):
     talk(scenario, ANSWER)
 
 
+def test_a_response_is_found_with_its_own_key_only(talk):
+    def with_key(key):
+        return {"headers": {"authorization": f"Bearer {key}"}}
+
+    async def scenario(room):
+        asked = {"model": "m", "input": "Secret question", "background": True}
+        made = await room.http.post("/v1/responses", json=asked, **with_key("one"))
+        url = f"/v1/responses/{made.json()['id']}"
+        item = f"msg_{made.json()['id'].removeprefix('resp_')}_i0"
+        for method, path in (
+            *(("GET", url), ("GET", f"{url}?stream=true"), ("GET", f"{url}/input_items")),
+            *(("POST", f"{url}/cancel"), ("DELETE", url)),
+        ):
+            response = await room.http.request(method, path, **with_key("two"))
+            assert (response.status_code, response.json()["error"]["code"]) == (
+                404,
+                "response_not_found",
+            )
+        for body in (
+            {"model": "m", "input": "Go on", "previous_response_id": made.json()["id"]},
+            {"model": "m", "input": [{"type": "item_reference", "id": item}]},
+        ):
+            for path in ("/v1/responses", "/v1/responses/input_tokens"):
+                refused = await room.http.post(path, json=body, **with_key("two"))
+                assert refused.status_code == 400
+                assert refused.json()["error"]["code"].endswith("_not_found")
+        echo = [{"role": "user", "content": "x", "id": item}]
+        await room.http.post("/v1/responses", json={"model": "m", "input": echo}, **with_key("two"))
+        assert "Secret" not in room.prompt_text()
+        assert (await room.http.get(url, **with_key("one"))).status_code == 200
+
+    talk(scenario, ANSWER, config={"api_key": ("one", "two")})
+
+
 def test_a_server_without_a_store_says_so(talk):
     async def scenario(room):
         body = await room.create()

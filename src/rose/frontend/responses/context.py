@@ -17,7 +17,7 @@ from rose.frontend.responses.ids import item_id, response_of
 from rose.frontend.responses.items import Item, read_items
 from rose.frontend.responses.schemas import ResponsesRequest
 from rose.frontend.responses.sealing import Sealer, SealError
-from rose.frontend.responses.store import Record, Store
+from rose.frontend.responses.store import Record, Store, owned
 
 Sampled = dict[int, list[int]]
 Find = Callable[[str], Record | None]
@@ -75,15 +75,21 @@ class Context:
         return cuts
 
 
-def resolve(request: ResponsesRequest, response_id: str, store: Store, sealer: Sealer) -> Context:
-    """Return the conversation of a request; `response_id` is that of the response to come.
+def resolve(
+    request: ResponsesRequest, response_id: str, store: Store, sealer: Sealer, *, owner: str
+) -> Context:
+    """Return the conversation of a request; `response_id` is that of the response to come, `owner` whose it will be.
 
     Raises  RequestError for what is not stored (any more) and for what cannot be opened.
     """
     own = read_items(
         request.input, lambda prefix, i: item_id(prefix, response_id, i, is_input=True)
     )
-    find = cache(store.get)  # many references are to one response
+
+    @cache  # many references are to one response
+    def find(name: str) -> Record | None:
+        return owned(store.get(name), owner)
+
     context = _previous(request.previous_response_id, find)
     first = len(context.items)
     for place, item in enumerate(own):

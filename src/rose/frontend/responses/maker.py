@@ -55,9 +55,9 @@ class TurnMaker:
         self._sealer = sealer
 
     async def turn(
-        self, request: ResponsesRequest, status: EngineStatus, *, num_bytes: int
+        self, request: ResponsesRequest, status: EngineStatus, *, owner: str, num_bytes: int
     ) -> Turn:
-        """Return the turn of a request; `num_bytes` is the size of its body.
+        """Return the turn of a request; `owner` is the name of its key, `num_bytes` the size of its body.
 
         Raises  RequestError where the conversation is not to be had, cannot be rendered or does not fit.
         """
@@ -65,7 +65,7 @@ class TurnMaker:
         mode = resolve_mode(self._config.reasoning, request.reasoning_mode)
         constraint = await self._constraint(request)
         response_id = new_id(RESPONSE_PREFIX)
-        context = resolve(request, response_id, self._store, self._sealer)
+        context = resolve(request, response_id, self._store, self._sealer, owner=owner)
         room = _room(request, status)
         prompt, context = await self._encode(request, context, room, num_bytes)
         ask = Ask(
@@ -96,19 +96,21 @@ class TurnMaker:
             context,
             store=self._store,
             metrics=self._metrics,
+            owner=owner,
             is_hidden=mode == "hidden",
             is_debug=mode == "debug",
         )
 
     async def input_tokens(
-        self, request: ResponsesRequest, status: EngineStatus, *, num_bytes: int
+        self, request: ResponsesRequest, status: EngineStatus, *, owner: str, num_bytes: int
     ) -> int:
         """Return how many tokens the prompt of a request has.
 
         Raises  RequestError as `turn` does.
         """
         await self._constraint(request)  # what cannot be asked for has no number of tokens
-        context = resolve(request, new_id(RESPONSE_PREFIX), self._store, self._sealer)
+        response_id = new_id(RESPONSE_PREFIX)
+        context = resolve(request, response_id, self._store, self._sealer, owner=owner)
         room = status.context_tokens - status.context_tokens // ANSWER_SHARE
         prompt, _ = await self._encode(request, context, room, num_bytes)
         return len(prompt.token_ids)

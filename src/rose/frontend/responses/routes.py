@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from rose.frontend.access import KEY_NAME
 from rose.frontend.body import parsed, read_body, timeout_of
 from rose.frontend.client import EngineClient
 from rose.frontend.config import FrontendConfig
@@ -29,7 +30,7 @@ from rose.frontend.responses.schemas import (
     ResponsesRequest,
 )
 from rose.frontend.responses.sealing import load_sealer
-from rose.frontend.responses.store import Record, as_failed, limits_of
+from rose.frontend.responses.store import Record, as_failed, limits_of, owned
 from rose.frontend.responses.stores import open_store
 from rose.frontend.responses.turn import TurnSource
 from rose.frontend.schemas import encode
@@ -90,7 +91,7 @@ class ResponsesRoutes:
         asked = await parsed(raw, _read_request)
         self._jobs.check_model(asked.model)
         status = self._client.require_ready()
-        turn = await self._maker.turn(asked, status, num_bytes=len(raw))
+        turn = await self._maker.turn(asked, status, owner=_owner(request), num_bytes=len(raw))
         if not asked.background:
             timeout_s = timeout_of(request, self._config.request_timeout_s)
             return AnswerResponse(TurnSource(turn), self._metrics, timeout_s=timeout_s)
@@ -102,7 +103,7 @@ class ResponsesRoutes:
     async def retrieve(self, request: Request) -> AnswerResponse | Response:
         """GET /v1/responses/{id}, whole or (stream=true) its events after `starting_after`."""
         query = self._reader.query(request.query_params)
-        record = self._record(request.path_params["response_id"])
+        record = self._record(request)
         if query.is_stream:
             events = self._background.events(record, query.first)
             if events is None:
@@ -118,7 +119,7 @@ class ResponsesRoutes:
 
     async def delete(self, request: Request) -> Response:
         """DELETE /v1/responses/{id}; what runs is cancelled."""
-        record = self._record(request.path_params["response_id"])
+        record = self._record(request)
         await self._background.cancel(record)
         self._background.forget(record.id)
         self._store.delete(record.id)
@@ -126,7 +127,7 @@ class ResponsesRoutes:
 
     async def cancel(self, request: Request) -> Response:
         """POST /v1/responses/{id}/cancel; a response that has ended stays as it is."""
-        record = self._record(request.path_params["response_id"])
+        record = self._record(request)
         if not record.is_background:
             raise RequestError(
                 "invalid_request",
@@ -135,11 +136,11 @@ class ResponsesRoutes:
                 param="response_id",
             )
         await self._background.cancel(record)
-        return _json(self._reader.body(self._record(record.id), self._reader.query({})))
+        return _json(self._reader.body(self._record(request), self._reader.query({})))
 
     async def input_items(self, request: Request) -> Response:
         """GET /v1/responses/{id}/input_items: everything the answer was generated from, instructions left out."""
-        record = self._record(request.path_params["response_id"])
+        record = self._record(request)
         return _json(encode(self._reader.input_items(record, request.query_params)))
 
     async def input_tokens(self, request: Request) -> Response:
@@ -149,11 +150,14 @@ class ResponsesRoutes:
         asked = await parsed(raw, read)
         self._jobs.check_model(asked.model)
         status = self._client.require_ready()
-        count = await self._maker.input_tokens(asked, status, num_bytes=len(raw))
+        count = await self._maker.input_tokens(
+            asked, status, owner=_owner(request), num_bytes=len(raw)
+        )
         return _json(encode(InputTokens(input_tokens=count)))
 
-    def _record(self, response_id: str) -> Record:
-        record = self._store.get(response_id)
+    def _record(self, request: Request) -> Record:
+        response_id = request.path_params["response_id"]
+        record = owned(self._store.get(response_id), _owner(request))
         if record is None:
             raise RequestError(
                 "response_not_found",
@@ -188,6 +192,10 @@ class LogSource:
     async def failed(self, error: RequestError) -> bytes:
         """Return nothing: the response's own failure is among its events."""
         return b""
+
+
+def _owner(request: Request) -> str:
+    return request.scope.get(KEY_NAME, "")
 
 
 def _read_request(raw: bytes) -> ResponsesRequest:

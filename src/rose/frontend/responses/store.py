@@ -32,6 +32,8 @@ class Record(Struct, kw_only=True):
     """The answer with its reasoning, whether clients may see it or not."""
     sampled: dict[int, list[int]]
     """Tokens of some items of history and output together, by place; see `formatters.harmony.sampled`."""
+    owner: str = ""
+    """Name of the key that it was made with; others do not find it."""
     is_background: bool = False
     is_hidden: bool = False
     """Its reasoning was not shown."""
@@ -225,6 +227,11 @@ def encode_record(record: Record) -> bytes:
 def decode_record(raw: bytes) -> Record:
     """Return a record from bytes that `encode_record` made."""
     return _DECODER.decode(raw)
+
+
+def owned(record: Record | None, owner: str) -> Record | None:
+    """Return a record to its owner, and nothing to anybody else."""
+    return record if record is not None and record.owner == owner else None
 
 
 def as_failed(record: Record, message: str) -> Record:

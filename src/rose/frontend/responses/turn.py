@@ -41,6 +41,7 @@ class Turn:
         *,
         store: Store,
         metrics: Metrics,
+        owner: str,
         is_hidden: bool,
         is_debug: bool,
     ) -> None:
@@ -50,6 +51,7 @@ class Turn:
         self._context = context
         self._store = store
         self.metrics = metrics
+        self._owner = owner
         self._is_hidden = is_hidden
         self._is_debug = is_debug
         self._is_created = self._is_begun = False
@@ -135,6 +137,7 @@ class Turn:
             history=self._context.items,
             output=output,
             sampled=self._context.sampled | {first + i: ids for i, ids in sampled.items()},
+            owner=self._owner,
             is_background=self.body.background,
             is_hidden=self._is_hidden,
         )
