@@ -146,6 +146,8 @@ def test_each_change_that_a_refusal_names_makes_it_fit(device_gib, free_gib, cha
 def test_batch_invariance_is_on_on_a_cpu_and_refused_by_name_where_kernels_lack_it():
     assert _config(CPU).kernels.batch_invariant is True
     assert _config(H200).kernels.batch_invariant is False
+    chosen = KernelsConfig(only={"gemm": "torch"})
+    assert _config(CPU, kernels=chosen).kernels.batch_invariant is False
     asked = _config(H200, kernels=KernelsConfig(batch_invariant=True))
     with pytest.raises(ConfigError) as caught:
         _planner().plan(asked)

@@ -23,7 +23,8 @@ class KernelsConfig:
     """Run every contract's check_call on every eager call."""
     batch_invariant: bool | None = None
     """At temperature 0 the same tokens bit for bit, whatever shares the batch, however a prompt is cut into chunks,
-    cached, preempted or not. None: on a CPU; CUDA kernels do not follow it yet, so there asking is refused."""
+    cached, preempted or not. None: on a CPU, unless `only` names kernels; on CUDA asking is refused until all kernels
+    follow it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +80,8 @@ class EngineConfig:
         )
         kernels = self.kernels
         if kernels.batch_invariant is None:
-            # float64 is for tests that compare with other computations.
-            is_on = device.kind == "cpu" and activations != "float64"
+            # float64 and chosen kernels are for tests that compare with other computations.
+            is_on = device.kind == "cpu" and activations != "float64" and not kernels.only
             kernels = replace(kernels, batch_invariant=is_on)
         cache = self.cache
         if cache.kv_tokens is None and device.kind == "cpu":
