@@ -10,6 +10,8 @@ import time
 import msgspec
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fakes.grammars import (
     END,
@@ -22,6 +24,7 @@ from fakes.grammars import (
 )
 from fakes.graphs import use_eager_graphs
 from fakes.model import VOCAB, FakeModel, expected_next, expected_output
+from fakes.pages import check_pages, check_written, is_clean
 from rose.config.cache import CacheConfig
 from rose.config.engine import EngineConfig
 from rose.config.scheduler import SchedulerConfig
@@ -369,3 +372,112 @@ def test_grammars_waiting_to_be_built_count_as_a_queue():
     events = [engine.add(r) for r in requests]
     assert events[:2] == [[], []]
     assert events[2][0].code == "queue_full"
+
+
+def test_a_grammar_of_which_nothing_is_heard_ends_its_request(monkeypatch):
+    from rose.engine import grammars
+    from rose.engine.matchers import Matcher
+
+    monkeypatch.setattr(grammars, "LIMIT_SECONDS", 0.1)
+    take, calls = Matcher.take, []
+
+    def slow(self, token_id):
+        calls.append(token_id)
+        if len(calls) == 3:
+            time.sleep(0.5)
+        take(self, token_id)
+
+    monkeypatch.setattr(Matcher, "take", slow)
+    engine = _engine(is_overlapped=True)
+    request = Request(request_id="r", prompt_token_ids=[1], max_tokens=50, constraint=KINDS[0])
+    events = _events_of(engine, request)
+    assert isinstance(events[-1], ErrorEvent)
+    assert "nothing was heard of its grammar for 0.1 s" in events[-1].message
+    assert engine.table.num_used_pages == 0
+    assert not engine.has_work
+
+
+ARRIVALS = st.lists(
+    st.tuples(
+        st.integers(0, len(REQUESTS) - 1),
+        st.integers(0, 12),  # steps before the next arrives
+        st.one_of(st.none(), st.integers(0, 40)),  # steps until it is aborted
+    ),
+    min_size=1,
+    max_size=10,
+)
+
+
+@pytest.mark.parametrize("is_overlapped", [False, True])
+@given(history=ARRIVALS, kv_tokens=st.sampled_from([128, 256, 1024]))
+@settings(max_examples=15, deadline=None)
+def test_any_history_gives_every_request_the_tokens_of_a_naive_loop(
+    history, kv_tokens, is_overlapped
+):
+    _check_history(history, kv_tokens, is_overlapped)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_overlapped", [False, True])
+@given(history=ARRIVALS, kv_tokens=st.sampled_from([128, 256, 1024]))
+@settings(max_examples=1000, deadline=None)
+def test_thousands_of_histories_give_the_tokens_of_a_naive_loop(history, kv_tokens, is_overlapped):
+    _check_history(history, kv_tokens, is_overlapped)
+
+
+def _check_history(history, kv_tokens, is_overlapped):
+    engine = _engine(kv_tokens=kv_tokens, is_overlapped=is_overlapped, sequences=4, waiting=64)
+    _watch_writes(engine)
+    got: dict[str, list[int]] = {}
+    ends: dict[str, str] = {}
+    aborts: list[tuple[int, str]] = []
+    number = 0
+
+    def note(events):
+        for event in events:
+            if isinstance(event, TokensEvent):
+                got[event.request_id] += event.token_ids
+            else:
+                assert isinstance(event, FinishedEvent), event
+                ends[event.request_id] = event.reason
+
+    def step():
+        nonlocal number
+        number += 1
+        note(engine.step())
+        check_pages(engine.table, engine.scheduler.running)
+        for due, name in [a for a in aborts if a[0] <= number]:
+            aborts.remove((due, name))
+            note(engine.abort(name))
+
+    for i, (which, pause, until_abort) in enumerate(history):
+        name = f"{i}-{which}"
+        got[name] = []
+        note(engine.add(msgspec.structs.replace(REQUESTS[which], request_id=name)))
+        if until_abort is not None:
+            aborts.append((number + until_abort, name))
+        for _ in range(pause):
+            step()
+    while engine.has_work:
+        step()
+    for name, tokens in got.items():
+        wanted = NAIVE[int(name.partition("-")[2])]
+        if ends[name] == "abort":
+            assert tokens == wanted[: len(tokens)]
+        else:
+            assert tokens == wanted
+    assert is_clean(engine.table)
+    assert not engine.grammars.is_busy
+
+
+def _watch_writes(engine):
+    """Look at every step before it is launched: nobody writes into a page that somebody else holds."""
+    launch = engine.decoder.launch
+
+    def checked(plan):
+        by_slot = {s.slot: s for s in engine.scheduler.running}
+        for entry in plan.decode + plan.prefill:
+            check_written(engine.table, by_slot[entry.slot], entry)
+        return launch(plan)
+
+    engine.decoder.launch = checked

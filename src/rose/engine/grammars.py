@@ -23,6 +23,8 @@ MAX_VOCABULARIES = 4
 """Kept; one takes about 60 MB for 200,000 tokens, and frontends of one model share one."""
 IDLE_SECONDS = 0.02
 """Longest wait for a mask where nothing else can run; messages are read in between."""
+LIMIT_SECONDS = 10.0
+"""A grammar that takes longer to build or to follow has failed; both take milliseconds."""
 PATIENCE_SECONDS = 0.0005
 """Longest wait for masks while the device is busy with the step before: much less than a step takes, so that nobody is
 held up, and enough for the masks of 128 sequences on 8 threads."""
@@ -36,9 +38,10 @@ class Grammars:
         self._tries: OrderedDict[str, TokenTrie] = OrderedDict()
         self._results: queue.SimpleQueue[Settled] = queue.SimpleQueue()
         self._early: list[Settled] = []
-        self._num_pending = 0
+        self._due: dict[str, tuple[Sequence, float]] = {}
+        """Request id -> who waits for a result, and until when; the longest wait first."""
         self._num_masks = 0
-        """Of the pending results, those that sequences under a grammar wait for."""
+        """How many of them run already, under a grammar."""
         self._opening: dict[str, Sequence] = {}
         self._is_used = False
         # Two threads, so that a large grammar of one request holds up no token of another.
@@ -58,7 +61,7 @@ class Grammars:
     @property
     def is_busy(self) -> bool:
         """Whether a result is still to come."""
-        return self._num_pending > 0 or bool(self._early)
+        return bool(self._due or self._early)
 
     @property
     def num_opening(self) -> int:
@@ -113,6 +116,7 @@ class Grammars:
         """
         while not self._results.empty():
             self._note(self._results.get())
+        self._give_up_late()
         found_early, self._early = self._early, []
         for found in found_early:
             sequence = found.sequence
@@ -129,7 +133,7 @@ class Grammars:
 
     def wait_idle(self) -> None:
         """Wait a moment for any result, where nothing else can be done."""
-        if self._num_pending and not self._early:
+        if self._due and not self._early:
             self._wait(IDLE_SECONDS)
 
     def wait_busy(self) -> None:
@@ -143,9 +147,20 @@ class Grammars:
             self._note(self._results.get(timeout=seconds))
 
     def _note(self, found: Settled) -> None:
-        self._num_pending -= 1
-        self._num_masks -= found.sequence.is_held
-        self._early.append(found)
+        if self._due.pop(found.sequence.request_id, None) is not None:
+            self._num_masks -= found.sequence.is_held
+            self._early.append(found)
+
+    def _give_up_late(self) -> None:
+        """End those whose result is long overdue; the limits of the library should not let it happen."""
+        while self._due:
+            sequence, deadline = next(iter(self._due.values()))
+            if time.monotonic() < deadline:
+                return
+            text = (
+                f"nothing was heard of its grammar for {LIMIT_SECONDS:g} s; make the schema smaller"
+            )
+            self._note(Settled(sequence, error=text))
 
     def _take(self, sequence: Sequence, state: GrammarState) -> None:
         if state.is_ruling:
@@ -177,6 +192,6 @@ class Grammars:
     def _submit(
         self, thread: MatcherThread, sequence: Sequence, find: Callable[[], Matcher | None]
     ) -> None:
-        self._num_pending += 1
+        self._due[sequence.request_id] = sequence, time.monotonic() + LIMIT_SECONDS
         self._num_masks += sequence.is_held
         thread.put(Job(sequence, find))
