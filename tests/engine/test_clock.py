@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from rose.engine.clock import StepClock
+from rose.engine.clock import FIRST_STEPS, StepClock
+from rose.protocol.sampling_params import SamplingParams
 from rose.runtime.plan import PlanEntry, StepPlan
 
 
@@ -46,7 +49,7 @@ def test_the_worst_is_forgotten_slowly_and_few_tokens_say_nothing_of_many():
     clock = StepClock(time)
     _run(clock, time, 5, 2.0)
     assert clock.token_s == 0.0
-    for _ in range(70):
+    for _ in range(14):
         _run(clock, time, 0, 0.001)
     assert 0.9 < clock.step_s < 1.1
 
@@ -64,3 +67,24 @@ def test_steps_that_overlap_count_once_and_their_bounds_add_up():
     assert clock.bound_s == pytest.approx(1.0, rel=0.05)
     time.now += 0.5
     assert clock.end() == pytest.approx(0.5)
+
+
+def test_steps_that_may_compile_something_get_more_time_once():
+    time = Time()
+    clock = StepClock(time)
+    clock.first_s = 6.0
+
+    def bound(sampling=None, masks=None):
+        plan = _plan(1)
+        plan.prefill[0].sampling = sampling
+        plan = dataclasses.replace(plan, masks=masks or {})
+        clock.begin(plan)
+        found = clock.bound_s
+        clock.end()
+        return found
+
+    plain, scored = SamplingParams(), SamplingParams(logprobs=2)
+    for new in ({"sampling": plain}, {"sampling": scored}, {"masks": {0: b""}}):
+        assert bound(**new) == 6.0
+        assert [bound() for _ in range(FIRST_STEPS)] == [6.0] * (FIRST_STEPS - 1) + [0.0]
+        assert bound(**new) == 0.0

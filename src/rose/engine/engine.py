@@ -27,7 +27,7 @@ from rose.engine.admission import (
     refusal,
     timed_out,
 )
-from rose.engine.clock import StepClock
+from rose.engine.clock import FIRST_SECONDS, StepClock
 from rose.engine.commit import commit, finished
 from rose.engine.grammars import Grammars
 from rose.engine.metrics import Counters
@@ -158,13 +158,16 @@ class LLMEngine:
             context_tokens=built.assembly.context_tokens,
             vocab_size=built.vocab_size,
         )
-        return cls(
+        engine = cls(
             Scheduler(built.config.scheduler, table),
             built.decoder,
             limits,
             is_overlapped=is_overlapped,
             seed=built.config.seed,
         )
+        if built.assembly.device.kind == "cuda":
+            engine.clock.first_s = FIRST_SECONDS
+        return engine
 
     @property
     def model(self) -> Any:
