@@ -18,7 +18,7 @@ from rose.kernels.moe_experts import cases
 from rose.kernels.moe_experts.reference import reference
 
 registry.load("moe_experts")
-cuda_warpgroup = importlib.import_module("rose.kernels.moe_experts.cuda_warpgroup")
+cuda_warpgroup = importlib.import_module("rose.kernels.moe_experts.cuda_warpgroup_impl")
 HOST = Path(__file__).parent / "decode_host"
 SIZES = {"D": 704, "I": 640, "E": 4, "K": 2}
 """5.5 and 5 groups of 128 columns: the last one may be short, as in 2880 = 22.5 * 128."""
@@ -36,25 +36,20 @@ def host(tmp_path_factory):
             path, folder
         )  # the stand-ins come last and take the place of what they stand for
     command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-w"]
-
-    def build_one(name):
-        target = folder / f"{name}.so"
-        done = subprocess.run(
-            [*command, "-o", str(target), str(folder / f"{name}.cpp")],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-3000:]
-        return ctypes.CDLL(str(target))
-
-    return {name: build_one(name) for name in ("host_warpgroup", "host_ring")}
+    done = subprocess.run(
+        [*command, "-o", str(folder / "host.so"), str(folder / "host_warpgroup.cpp")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return ctypes.CDLL(str(folder / "host.so"))
 
 
 @pytest.fixture
 def on_cpu(host, monkeypatch):
     types = {"p": ctypes.c_void_p, "i": ctypes.c_int, "f": ctypes.c_float}
 
-    def launcher(library, name, letters):
-        function = getattr(host[library], name)
+    def launcher(name, letters):
+        function = getattr(host, name)
         function.argtypes = [types[t] for t in letters]
 
         def call(*arguments):
@@ -71,13 +66,8 @@ def on_cpu(host, monkeypatch):
             return call
 
     ours, narrow = cuda_warpgroup, cuda_warpgroup.narrow
-    for attribute, library, name, types_ in (
-        ("_gate_up", "host_warpgroup", "launch_gate_up_wide", ours.GATE_UP_TYPES),
-        ("_down", "host_warpgroup", "launch_down_wide", ours.DOWN_TYPES),
-        ("_gate_up_ring", "host_ring", "launch_gate_up_ring", ours.RING_GATE_UP_TYPES),
-        ("_down_ring", "host_ring", "launch_down_ring", ours.RING_DOWN_TYPES),
-    ):
-        monkeypatch.setattr(ours, attribute, launcher(library, name, types_))
+    monkeypatch.setattr(ours, "_gate_up", launcher("launch_gate_up_wide", ours.GATE_UP_TYPES))
+    monkeypatch.setattr(ours, "_down", launcher("launch_down_wide", ours.DOWN_TYPES))
     monkeypatch.setattr(narrow, "_combine_kernel", Combine)
     monkeypatch.setattr(narrow, "num_multiprocessors", lambda _index: 3)
     monkeypatch.setattr(narrow, "_stream", lambda _tensor: 0)
@@ -101,39 +91,26 @@ def _check(case, **options) -> None:
         (7, {"width": 8, "groups": 2, "is_fused": True}),
         (17, {"width": 16, "groups": 1}),
         (30, {"width": 24, "groups": 1}),
-        (1, {"width": 8, "groups": 2, "stages": 3, "is_fused": True}),
-        (17, {"width": 16, "groups": 1, "stages": 2}),
-        (30, {"width": 24, "groups": 1, "stages": 3}),
     ],
-    ids=[
-        "one",
-        "few",
-        "listed_by_all_threads",
-        "twenty_four_tokens_a_pass",
-        "one_by_ring",
-        "many_by_ring",
-        "more_by_ring",
-    ],
+    ids=["one", "few", "listed_by_all_threads", "twenty_four_tokens_a_pass"],
 )
 @pytest.mark.usefixtures("on_cpu")
 def test_the_kernel_gives_the_reference(tokens, options):
     _check(cases._case("drawn", tokens, SIZES), **options)
 
 
-@pytest.mark.parametrize("stages", [0, 3], ids=["registers", "ring"])
 @pytest.mark.usefixtures("on_cpu")
-def test_codes_are_loaded_ahead_round_and_round(stages):
+def test_codes_are_loaded_ahead_round_and_round():
     _check(
         cases._case("drawn", 1, {"D": 704, "I": 1120, "E": 2, "K": 1}),
-        width=8, groups=2, stages=stages, is_fused=True,
+        width=8, groups=2, is_fused=True,
     )  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [0, 3], ids=["registers", "ring"])
 @pytest.mark.usefixtures("on_cpu")
-def test_an_expert_with_more_tokens_than_a_pass_takes_is_hit_twice(stages):
-    _check(cases._case("drawn", 18, SIZES, experts_hit=2), width=8, groups=2, stages=stages)
+def test_an_expert_with_more_tokens_than_a_pass_takes_is_hit_twice():
+    _check(cases._case("drawn", 18, SIZES, experts_hit=2), width=8, groups=2)
 
 
 @pytest.mark.slow
@@ -152,15 +129,18 @@ def test_without_any_expert_here_the_sum_is_zero():
     assert (arguments["out_TD"] == 0).all()
 
 
+@pytest.mark.parametrize("tokens", [65, 128, 512])
+def test_the_chosen_shape_fits_a_multiprocessor(tokens):
+    shape = cuda_warpgroup.choose(tokens, cases.GPT_OSS_20B)
+    assert cuda_warpgroup.shared_bytes(shape, tokens, cases.GPT_OSS_20B) <= 227 * 1024
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(build.find_nvcc() is None, reason="nvcc is not installed")
 def test_kernels_compile_without_spills_and_products_are_not_serialised():
-    logs = [
-        library.build().log for library in (cuda_warpgroup.LIBRARY, cuda_warpgroup.RING_LIBRARY)
-    ]
-    log = "".join(logs)
+    log = cuda_warpgroup.LIBRARY.build().log
     registers = [int(r) for r in re.findall(r"Used (\d+) registers", log)]
-    assert len(registers) == 30
+    assert len(registers) == 2
     assert set(re.findall(r"(\d+) bytes spill", log)) == {"0"}
     assert "warning" not in log
     assert "serialized" not in log

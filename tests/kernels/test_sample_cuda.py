@@ -18,7 +18,7 @@ from rose.kernels.sample import cases
 from rose.kernels.sample.reference import reference
 
 registry.load("sample")
-cuda_cluster = importlib.import_module("rose.kernels.sample.cuda_cluster")
+cuda_cluster = importlib.import_module("rose.kernels.sample.cuda_cluster_impl")
 HERE = Path(__file__).parent
 
 

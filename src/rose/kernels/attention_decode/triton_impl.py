@@ -8,13 +8,11 @@ combined in order by a second kernel, so the result does not depend on which par
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rose.kernels.registry import Band, Implementation, Sizes, register
 from rose.utils.math import ceil_div, next_power_of_two
@@ -30,8 +28,6 @@ class Launch:
     num_splits: int
     num_warps: int = 4
     num_stages: int = 3
-    is_dependent: bool = False
-    """Programmatic dependent launch: hides the gaps between kernels."""
 
 
 @triton.jit
@@ -40,11 +36,7 @@ def _part_kernel(
     scale_log2, q_stride, table_stride, page_stride, value_stride, head_stride,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     kv_head, split = tl.program_id(0), tl.program_id(1)
     sequence = tl.program_id(2).to(tl.int64)
     length = tl.load(lengths_ptr + sequence)
@@ -116,11 +108,7 @@ def _part_kernel(
 def _combine_kernel(
     part_ptr, stats_ptr, lengths_ptr, out_ptr,
     NUM_HEADS: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PADDED: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
     split = tl.arange(0, SPLITS_PADDED)
     column = tl.arange(0, D)
@@ -179,22 +167,19 @@ def run(
         shape = (num_sequences, num_heads, splits)
         part = torch.empty((*shape, head_dim), dtype=torch.float32, device=q_SHD.device)
         stats = torch.empty((*shape, 2), dtype=torch.float32, device=q_SHD.device)
-    options: dict[str, Any] = {"launch_pdl": True} if launch.is_dependent else {}
     _part_kernel[(num_kv_heads, splits, num_sequences)](
         q_SHD, kv_pages, page_table_SP, lengths_S, sinks_H, out_SHD, part, stats,
         scale * LOG2_E, q_SHD.stride(0), page_table_SP.stride(0),
         kv_pages.stride(0), kv_pages.stride(1), kv_pages.stride(2),
         NUM_HEADS=num_heads, GROUP=group, ROWS=max(16, next_power_of_two(group)), D=head_dim,
         PAGE=page_tokens, BLOCK=launch.block_tokens, WINDOW=window_tokens or 0, SPLITS=splits,
-        PDL=launch.is_dependent, num_warps=launch.num_warps, num_stages=launch.num_stages,
-        **options,
+        num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
     if splits > 1:
         _combine_kernel[(num_heads, num_sequences)](
             part, stats, lengths_S, out_SHD,
             NUM_HEADS=num_heads, D=head_dim, SPLITS=splits,
-            SPLITS_PADDED=next_power_of_two(splits), PDL=launch.is_dependent, num_warps=4,
-            **options,
+            SPLITS_PADDED=next_power_of_two(splits), num_warps=4,
         )  # fmt: skip
 
 

@@ -6,11 +6,9 @@ namespace {
 using namespace rose;
 using namespace rose::moe_decode;
 
-constexpr int kKnownColumns = 2880;  // of both matrices of both models
-
-template <bool kIsFp8, bool kGateUp, int kWarps, int kTiles, int kColumns = 0>
+template <bool kIsFp8, bool kGateUp, int kWarps, int kTiles>
 cudaError_t start(const Call& call, int blocks, bool is_dependent, cudaStream_t stream) {
-  auto kernel = stream_kernel<kIsFp8, kGateUp, kWarps, kTiles, kColumns>;
+  auto kernel = stream_kernel<kIsFp8, kGateUp, kWarps, kTiles>;
   const int bytes = Layout::make<kIsFp8, kWarps, kTiles>(call).total;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
@@ -31,10 +29,6 @@ template <bool kGateUp>
 cudaError_t dispatch(const Call& call, int is_fp8, int warps, int tiles, int blocks, int is_dependent,
                      cudaStream_t stream) {
   const bool dependent = is_dependent != 0;
-  if (call.columns == kKnownColumns && is_fp8 == 0 && warps == 8) {
-    if (tiles == 1) return start<false, kGateUp, 8, 1, kKnownColumns>(call, blocks, dependent, stream);
-    if (tiles == 2) return start<false, kGateUp, 8, 2, kKnownColumns>(call, blocks, dependent, stream);
-  }
 #define ROSE_CASE(fp8, w, t) \
   if ((is_fp8 != 0) == fp8 && warps == w && tiles == t) return start<fp8, kGateUp, w, t>(call, blocks, dependent, stream);
   ROSE_CASE(false, 8, 1)

@@ -200,9 +200,7 @@ __device__ __forceinline__ uint32_t word(const uint4& v, int i) { return i == 0 
 
 // This warp's share of a unit: 16 rows by kT * 8 tokens. Row g of a product is row 2g of the unit, row g + 8 is row
 // 2g + 1, so that a gate and its up meet in one lane (and rows lie 64 bytes mod 128 apart in shared memory).
-//
-// With kColumns known (mxfp4 only) all codes of the share are asked for at once and no step asks whether it is in.
-template <bool kIsFp8, int kWarps, int kT, int kColumns>
+template <bool kIsFp8, int kWarps, int kT>
 __device__ __forceinline__ void multiply_unit(float (&acc)[kT][2][4], const Call& c, const uint8_t* stage, int code_bytes,
                                               const float* tile_scales, const uint8_t* x_shared, int x_stride,
                                               int num_tokens) {
@@ -211,42 +209,7 @@ __device__ __forceinline__ void multiply_unit(float (&acc)[kT][2][4], const Call
   const uint8_t* tokens[kT];
 #pragma unroll
   for (int n = 0; n < kT; ++n) tokens[n] = x_shared + min(n * 8 + g, num_tokens - 1) * x_stride;
-  if constexpr (kColumns > 0) {
-    constexpr int kBlocks = kColumns / 32, kSteps = (kBlocks + 4 * kWarps - 1) / (4 * kWarps);
-    const uint8_t* codes = stage + 2 * g * (kColumns / 2);
-    const uint8_t* scales = stage + code_bytes + 2 * g * kBlocks;
-    const int turn = (t >> 1) & 1;
-    uint4 low[kSteps], high[kSteps];
-    uint32_t scale_low[kSteps], scale_high[kSteps];
-    int place[kSteps];
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      const int block = 4 * (warp + s * kWarps) + t;
-      const bool is_in = 4 * kWarps * (s + 1) <= kBlocks || block < kBlocks;
-      place[s] = is_in ? block : kBlocks - 1;
-      low[s] = *reinterpret_cast<const uint4*>(codes + place[s] * 16);
-      high[s] = *reinterpret_cast<const uint4*>(codes + kColumns / 2 + place[s] * 16);
-      // Past the last block: its codes once more, times zero.
-      scale_low[s] = is_in ? scales[place[s]] * 0x800080u + 0x1F001F00u : 0;
-      scale_high[s] = is_in ? scales[kBlocks + place[s]] * 0x800080u + 0x1F001F00u : 0;
-    }
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      if (4 * (warp + s * kWarps) >= kBlocks) break;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        uint32_t a[4], b[4];
-        unpack_e2m1(word(low[s], i), scale_low[s], a);
-        unpack_e2m1(word(high[s], i), scale_high[s], b);
-#pragma unroll
-        for (int n = 0; n < kT; ++n) {
-          const uint4 q = *reinterpret_cast<const uint4*>(tokens[n] + place[s] * 64 + ((i ^ turn) * 16));
-          mma(acc[n][0], a[0], b[0], a[1], b[1], q.x, q.y);
-          mma(acc[n][1], a[2], b[2], a[3], b[3], q.z, q.w);
-        }
-      }
-    }
-  } else if constexpr (!kIsFp8) {
+  if constexpr (!kIsFp8) {
     const int blocks = c.columns / 32, row_bytes = c.columns / 2;
     const uint8_t* codes = stage + 2 * g * row_bytes;
     const uint8_t* scales = stage + code_bytes + 2 * g * blocks;
@@ -369,8 +332,8 @@ __device__ __forceinline__ void add_up_if_last(const Call& c, int unit, int num_
   }
 }
 
-// Grid: any number of blocks that are resident at once. kWarps products warps and one more. kColumns: 0 or c.columns.
-template <bool kIsFp8, bool kGateUp, int kWarps, int kTiles, int kColumns>
+// Grid: any number of blocks that are resident at once. kWarps products warps and one more.
+template <bool kIsFp8, bool kGateUp, int kWarps, int kTiles>
 __global__ void __launch_bounds__(kWarps * 32 + 32, kWarps == 8 ? 2 : 1) stream_kernel(const Call c) {
   constexpr int kThreads = kWarps * 32 + 32;
   extern __shared__ __align__(1024) uint8_t shared[];
@@ -473,7 +436,7 @@ __global__ void __launch_bounds__(kWarps * 32 + 32, kWarps == 8 ? 2 : 1) stream_
       auto run = [&](auto tiles) {
         constexpr int kT = decltype(tiles)::value;
         float acc[kT][2][4] = {};
-        multiply_unit<kIsFp8, kWarps, kT, kColumns>(acc, c, source, l.code_bytes, tile_scales, shared + l.x, l.x_stride, h.z);
+        multiply_unit<kIsFp8, kWarps, kT>(acc, c, source, l.code_bytes, tile_scales, shared + l.x, l.x_stride, h.z);
         mbarrier_wait(part_empty + 8 * buffer, ((k / kParts) & 1) ^ 1);
 #pragma unroll
         for (int n = 0; n < kT; ++n) {

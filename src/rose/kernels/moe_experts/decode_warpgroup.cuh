@@ -20,11 +20,6 @@ namespace rose::moe_decode {
 constexpr int kTileRows = 64;
 constexpr int kAhead = 4;  // groups of 128 columns that are loaded ahead
 
-// What the kernel leaves out, to see what the rest costs: 1 unpacking, 2 products too.
-#ifndef ROSE_LEFT_OUT
-#define ROSE_LEFT_OUT 0
-#endif
-
 // What the next kernel will read, to be fetched into L2 while this one ends; codes null: nothing.
 struct Next {
   const uint8_t* codes;
@@ -113,13 +108,13 @@ __device__ __forceinline__ void load_codes(Codes& v, const uint8_t* lane_codes, 
   v.high = load_once(lane_codes + kColumns / 2 + slot * 64);
 }
 
-// Write SwiGLU or output rows of a tile. Thread (g, t) of a warp has rows 2 * place and 2 * place + 1 of the warp's 16
-// for tokens 8j + 2t and 8j + 2t + 1; `place` is g or a permutation of it.
+// Write SwiGLU or output rows of a tile. Thread (g, t) of a warp has rows 2g and 2g + 1 of the warp's 16 for tokens
+// 8j + 2t and 8j + 2t + 1.
 template <int kN, bool kGateUp>
 __device__ __forceinline__ void finish_tile(const Call& c, const int4& hit, int tile, const float (&d)[kN / 2],
-                                            const uint16_t* order, int place) {
-  const int t = threadIdx.x & 3, warp = (threadIdx.x >> 5) & 3;
-  const int row = tile * kTileRows + warp * 16 + 2 * place;
+                                            const uint16_t* order) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, warp = (threadIdx.x >> 5) & 3;
+  const int row = tile * kTileRows + warp * 16 + 2 * g;
   const uint32_t bias = *reinterpret_cast<const uint32_t*>(c.bias + static_cast<size_t>(hit.x) * c.rows + row);
   const float bias_even = __uint_as_float(bias << 16), bias_odd = __uint_as_float(bias & 0xFFFF0000u);
 #pragma unroll
@@ -269,14 +264,8 @@ __global__ void __launch_bounds__(kGroups * 128, 1) warpgroup_kernel(const Call 
 #pragma unroll
               for (int i = 0; i < 2; ++i) {
                 uint32_t low[4], high[4];
-                if constexpr (ROSE_LEFT_OUT == 0) {
-                  unpack_e2m1(word(ahead[slot].low, 2 * half + i), scale_low, low);
-                  unpack_e2m1(word(ahead[slot].high, 2 * half + i), scale_high, high);
-                } else {
-                  for (int p = 0; p < 4; ++p) {
-                    low[p] = word(ahead[slot].low, 2 * half + i), high[p] = word(ahead[slot].high, 2 * half + i);
-                  }
-                }
+                unpack_e2m1(word(ahead[slot].low, 2 * half + i), scale_low, low);
+                unpack_e2m1(word(ahead[slot].high, 2 * half + i), scale_high, high);
 #pragma unroll
                 for (int p = 0; p < 2; ++p) {
                   a[half][2 * i + p][0] = low[2 * p], a[half][2 * i + p][1] = high[2 * p];
@@ -286,11 +275,7 @@ __global__ void __launch_bounds__(kGroups * 128, 1) warpgroup_kernel(const Call 
               wgmma_fence();
 #pragma unroll
               for (int step = 0; step < 4; ++step) {
-                if constexpr (ROSE_LEFT_OUT < 2) {
-                  wgmma_narrow<kN>(d, a[half][step], advance(x_tile, (2 * slot + half) * kN * 128 + step * 32));
-                } else {
-                  d[step & 1] += __uint_as_float(a[half][step][0] ^ a[half][step][1] ^ scale_low ^ scale_high);
-                }
+                wgmma_narrow<kN>(d, a[half][step], advance(x_tile, (2 * slot + half) * kN * 128 + step * 32));
               }
               wgmma_commit();
             }
@@ -305,7 +290,7 @@ __global__ void __launch_bounds__(kGroups * 128, 1) warpgroup_kernel(const Call 
       wgmma_wait<0>();
       settle(d);
       codes = codes_next;
-      finish_tile<kN, kGateUp>(c, h, tile, d, order, g);
+      finish_tile<kN, kGateUp>(c, h, tile, d, order);
       if constexpr (!kGateUp) {
         if (c.counters != nullptr) add_up_tile_if_last(c, tile, num_hits, last_flag);
       }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rose.kernels.registry import Band, Implementation, register
 from rose.utils.math import next_power_of_two
@@ -17,11 +16,7 @@ def _kernel(
     qkv_stride, page_stride, value_stride, head_stride,
     H: tl.constexpr, H_PADDED: tl.constexpr, G: tl.constexpr, G_PADDED: tl.constexpr,
     HALF: tl.constexpr, HALF_PADDED: tl.constexpr, PAGE: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions_ptr + token)
     slot = tl.load(slots_ptr + token)
@@ -67,32 +62,18 @@ def rope_kv_write(
     qkv_TF: Tensor, positions_T: Tensor, cos_sin_PD: Tensor, slots_T: Tensor, *, kv_pages: Tensor
 ) -> None:
     """See the contract."""
-    launch(qkv_TF, positions_T, cos_sin_PD, slots_T, kv_pages=kv_pages, is_dependent=False)
-
-
-def launch(
-    qkv_TF: Tensor,
-    positions_T: Tensor,
-    cos_sin_PD: Tensor,
-    slots_T: Tensor,
-    *,
-    kv_pages: Tensor,
-    is_dependent: bool,
-) -> None:
-    """Run with or without programmatic dependent launch."""
     num_tokens, width = qkv_TF.shape
     if num_tokens == 0:
         return
     _, _, num_kv_heads, page_tokens, head_dim = kv_pages.shape
     num_heads = width // head_dim - 2 * num_kv_heads
-    options = {"launch_pdl": True} if is_dependent else {}
     _kernel[(num_tokens,)](
         qkv_TF, positions_T, cos_sin_PD, slots_T, kv_pages,
         qkv_TF.stride(0), kv_pages.stride(0), kv_pages.stride(1), kv_pages.stride(2),
         H=num_heads, H_PADDED=next_power_of_two(num_heads),
         G=num_kv_heads, G_PADDED=next_power_of_two(num_kv_heads),
         HALF=head_dim // 2, HALF_PADDED=next_power_of_two(head_dim // 2), PAGE=page_tokens,
-        PDL=is_dependent, num_warps=4, **options,
+        num_warps=4,
     )  # fmt: skip
 
 
@@ -104,7 +85,7 @@ register(
         band=Band.TUNED,
         device="cuda",
         min_capability=(8, 0),
-        is_batch_invariant=True,
         note="one program per token",
+        is_batch_invariant=True,
     )
 )

@@ -190,7 +190,6 @@ struct Row {
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
         const int id = first + b * kStride;
-        if (id - 4 * static_cast<int>(threadIdx.x & 31) >= end) break;
         const float at[4] = {x[b].x, x[b].y, x[b].z, x[b].w};
         bool may_win[4];
 #pragma unroll
@@ -224,7 +223,6 @@ struct Row {
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
         const int id = first + b * kStride;
-        if (id >= end) break;
         const float at[4] = {x[b].x, x[b].y, x[b].z, x[b].w};
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
@@ -288,7 +286,6 @@ struct Row {
       // Count the window; add up what lies above it and below the window before.
       double mass = 0.0;
       const float high_x = value_of(high), low_x = value_of(low), before_x = value_of(high_before == ~0u ? high : high_before);
-#pragma unroll 4
       for (int i = 4 * threadIdx.x; i < count; i += 4 * kThreads) {
         const float4 v = *reinterpret_cast<const float4*>(x + i);
         const float at[4] = {v.x, v.y, v.z, v.w};
@@ -473,24 +470,14 @@ __device__ __forceinline__ void draw_row(const Call& c, Shared<kThreads, kCluste
   } else {
     const int count = end - begin;
     float largest = -INFINITY;
-    constexpr int kStride = 4 * kThreads, kBatch = 4;
-    for (int first = 4 * threadIdx.x; first < count; first += kBatch * kStride) {
-      float4 x[kBatch];
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        if (first + b * kStride < count) x[b] = load(begin + first + b * kStride);
+    for (int i = 4 * threadIdx.x; i < count; i += 4 * kThreads) {
+      float4 v = load(begin + i);
+      if (temperature != 1.0f) {
+        v.x = divide(v.x, temperature), v.y = divide(v.y, temperature);
+        v.z = divide(v.z, temperature), v.w = divide(v.w, temperature);
       }
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        if (first + b * kStride >= count) break;
-        float4 v = x[b];
-        if (temperature != 1.0f) {
-          v.x = divide(v.x, temperature), v.y = divide(v.y, temperature);
-          v.z = divide(v.z, temperature), v.w = divide(v.w, temperature);
-        }
-        *reinterpret_cast<float4*>(values + first + b * kStride) = v;
-        largest = fmaxf(fmaxf(largest, fmaxf(v.x, v.y)), fmaxf(v.z, v.w));
-      }
+      *reinterpret_cast<float4*>(values + i) = v;
+      largest = fmaxf(fmaxf(largest, fmaxf(v.x, v.y)), fmaxf(v.z, v.w));
     }
     largest = r.block_max(largest);
     const Slots<kCluster>& told = r.tell(largest, 0, 0.0);
@@ -506,19 +493,17 @@ __device__ __forceinline__ void draw_row(const Call& c, Shared<kThreads, kCluste
       double limit = top_p;
       uint32_t floor = key_of(-INFINITY);
       typename Row<kThreads, kCluster>::Edge edge;
-      // First the last of the top_k; their mass, which top_p is a share of, then limits a second search among them.
-#pragma unroll 1
-      for (int search = top_k > 0 ? 0 : 1; search < (has_mass ? 2 : 1); ++search) {
-        double bound = search == 0 ? static_cast<double>(INFINITY) : limit;
-        edge = r.descend(values, count, top, floor, most, bound, has_mass, search == 1 && top_k == 0);
-        if (search == 1) {
-          limit = bound;
-        } else if (has_mass) {
+      if (top_k > 0) {
+        // No limit yet, but masses are wanted where top_p is a share of them.
+        double endless = INFINITY;
+        edge = r.descend(values, count, top, floor, most, endless, has_mass, false);
+        if (has_mass) {
           const double p = exp(static_cast<double>(value_of(edge.key) - top));
           limit *= edge.mass + min(most - edge.above, edge.here) * p;
           floor = edge.key;
         }
       }
+      if (has_mass) edge = r.descend(values, count, top, floor, most, limit, true, top_k == 0);
       last_x = value_of(edge.key);
       uint32_t kept = min(edge.here, most - edge.above);
       if (has_mass) {

@@ -9,8 +9,7 @@ using namespace rose::draw;
 constexpr int kThreads = 512, kCluster = 8;
 
 template <class T, bool kMayFilter>
-__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, kMayFilter ? 2 : 3)
-    draw_kernel(const Call c) {
+__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 2) draw_kernel(const Call c) {
   extern __shared__ __align__(16) uint8_t shared[];
   auto& space = *reinterpret_cast<Shared<kThreads, kCluster>*>(shared);
   float* values = reinterpret_cast<float*>(shared + (sizeof(Shared<kThreads, kCluster>) + 15) / 16 * 16);

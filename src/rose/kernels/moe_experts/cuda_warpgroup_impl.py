@@ -1,7 +1,7 @@
 """Experts of small batches in CUDA C++: 64 rows at a time through wgmma, codes unpacked once whatever the batch.
 
 Launches as in cuda_decode_impl, whose sum over the chosen experts is used too; decode_warpgroup.cuh has the
-kernel. Takes mxfp4 in the checkpoint's layout. Not in force: benchmarks/decode_variants2.py times it.
+kernel. Takes mxfp4 in the checkpoint's layout, and pays where an expert has more than eight tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from rose.kernels.build import CudaLibrary
 from rose.kernels.formats import MXFP4
 from rose.kernels.moe_experts import cuda_decode_impl as narrow
-from rose.kernels.registry import Sizes
+from rose.kernels.registry import Band, Implementation, Sizes, register
 from rose.kernels.weights import ExpertWeights
 from rose.utils.math import ceil_div
 
@@ -23,7 +23,8 @@ MAX_TOKENS = 512
 TILE_ROWS = 64
 COLUMNS = 2880
 """Of both matrices: the loop over a row is laid out at compile time."""
-WIDTHS = (8, 16, 24, 32)
+FEW_EXPERTS = 64
+"""From here on cuda_decode is faster: 128 tokens of 128 experts take 595 us against 605."""
 _COMBINE_BLOCK = 1024
 _BLOCK_BYTES = 227 * 1024
 
@@ -32,12 +33,6 @@ GATE_UP_TYPES = "ppppppppiiiiiiffiiiip"
 DOWN_TYPES = "pppppppppiiiiiiiiip"
 _gate_up = LIBRARY.launcher("launch_gate_up_wide", GATE_UP_TYPES)
 _down = LIBRARY.launcher("launch_down_wide", DOWN_TYPES)
-
-RING_LIBRARY = CudaLibrary(Path(__file__).with_name("decode_ring_sm90.cu"))
-RING_GATE_UP_TYPES = "pppppppiiiiiiffiiiiip"
-RING_DOWN_TYPES = "pppppppppiiiiiiiiiip"
-_gate_up_ring = RING_LIBRARY.launcher("launch_gate_up_ring", RING_GATE_UP_TYPES)
-_down_ring = RING_LIBRARY.launcher("launch_down_ring", RING_DOWN_TYPES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +43,6 @@ class Launch:
     """Tokens of one expert that one pass over its weights serves."""
     groups: int = 4
     """Warpgroups of a block."""
-    stages: int = 0
-    """Chunks of 8 KB in each warpgroup's ring (decode_ring.cuh); 0: codes are loaded straight into registers."""
     is_dependent: bool = True
     """Programmatic dependent launch, as in cuda_decode_impl."""
     is_fused: bool = False
@@ -59,19 +52,47 @@ class Launch:
 
 
 def shared_bytes(shape: Launch, num_tokens: int, sizes: Sizes) -> int:
-    """Return the shared memory of one block, as `WideLayout` and `RingLayout` have it."""
+    """Return the shared memory of one block, as `WideLayout` of decode_warpgroup.cuh has it."""
     columns, num_pairs = max(sizes["D"], sizes["I"]), num_tokens * sizes["K"]
     activations = ceil_div(columns, 128) * shape.width * 256
     scales = 2 * shape.groups * TILE_ROWS * columns // 32
     hits = min(num_pairs, sizes["E"]) + num_pairs // shape.width + 1
     lists = hits * 16 + (sizes["E"] + 1) * 4 + num_pairs * 4
-    ring = shape.groups * shape.stages * 8192 + ceil_div(shape.groups * shape.stages * 8, 16) * 16
-    return activations + scales + ring + 16 * shape.groups + lists
+    return activations + scales + 16 * shape.groups + lists
 
 
 def fits(shape: Launch, num_tokens: int, sizes: Sizes) -> bool:
     """Tell whether a block fits a multiprocessor."""
     return shared_bytes(shape, num_tokens, sizes) <= _BLOCK_BYTES
+
+
+def choose(num_tokens: int, sizes: Sizes) -> Launch:
+    """Return the launch shape: on an H200, 128 tokens of 32 experts take 212 us so, 246 with 16 wide, 259 with 32.
+
+    One warpgroup more for 16 tokens, or fewer for 32, do not make up for the second pass or the fewer in flight.
+    """
+    shape = Launch(width=24, groups=3)
+    assert fits(shape, num_tokens, sizes), f"{num_tokens} tokens of {dict(sizes)} pass a block"
+    return shape
+
+
+def moe_experts(
+    x_TD: Tensor,
+    expert_ids_TK: Tensor,
+    expert_weights_TK: Tensor,
+    *,
+    weights: ExpertWeights,
+    swiglu_alpha: float,
+    swiglu_limit: float,
+    out_TD: Tensor,
+) -> None:
+    """See the contract."""
+    num_experts, hidden, inner = weights.down.shape
+    sizes = {"D": hidden, "I": inner, "E": num_experts, "K": expert_ids_TK.shape[1]}
+    launch(
+        choose(x_TD.shape[0], sizes), x_TD, expert_ids_TK, expert_weights_TK, weights=weights,
+        swiglu_alpha=swiglu_alpha, swiglu_limit=swiglu_limit, out_TD=out_TD,
+    )  # fmt: skip
 
 
 def launch(
@@ -117,11 +138,10 @@ def gate_up(
     assert bias_EF.dtype == torch.bfloat16, f"biases are {bias_EF.dtype}, must be bf16"
     assert matrix.format == MXFP4, f"takes mxfp4, not {matrix.format.name}"
     assert matrix.scales is not None, "mxfp4 comes with scales"
-    launcher = _gate_up_ring if shape.stages else _gate_up
-    fetched = () if shape.stages else (weights.down.values.data_ptr() if shape.fetches else 0,)
-    launcher(
+    _gate_up(
         x_TD.data_ptr(), ids_TK.data_ptr(), matrix.values.data_ptr(), matrix.scales.data_ptr(),
-        bias_EF.data_ptr(), act_PI.data_ptr(), narrow._pointer(counters), *fetched,
+        bias_EF.data_ptr(), act_PI.data_ptr(), narrow._pointer(counters),
+        weights.down.values.data_ptr() if shape.fetches else 0,
         ids_TK.numel(), ids_TK.shape[1], num_experts, inner, hidden,
         0 if counters is None else counters.numel(), alpha, limit, *_tail(shape, x_TD),
     )  # fmt: skip
@@ -136,8 +156,7 @@ def down(
     matrix, bias_ED = weights.down, weights.down_bias_ED
     assert bias_ED.dtype == torch.bfloat16, f"biases are {bias_ED.dtype}, must be bf16"
     assert matrix.scales is not None, "mxfp4 comes with scales"
-    launcher = _down_ring if shape.stages else _down
-    launcher(
+    _down(
         act_PI.data_ptr(), ids_TK.data_ptr(), matrix.values.data_ptr(), matrix.scales.data_ptr(),
         bias_ED.data_ptr(), y_PD.data_ptr(), weights_TK.data_ptr(), out_TD.data_ptr(),
         narrow._pointer(counters), ids_TK.numel(), ids_TK.shape[1], num_experts, hidden, inner,
@@ -147,15 +166,34 @@ def down(
 
 def _tail(shape: Launch, x: Tensor) -> tuple[int, ...]:
     blocks = narrow.num_multiprocessors(x.device.index)
-    stages = (shape.stages,) if shape.stages else ()
-    return (shape.width, shape.groups, *stages, blocks, shape.is_dependent, narrow._stream(x))
+    return (shape.width, shape.groups, blocks, shape.is_dependent, narrow._stream(x))
 
 
-def limits(sizes: Sizes) -> str | None:
-    """Say why sizes cannot be taken, or None."""
-    hidden, inner = sizes["D"], sizes["I"]
+def _limits(sizes: Sizes) -> str | None:
+    hidden, inner, experts = sizes["D"], sizes["I"], sizes["E"]
     if hidden != COLUMNS or inner != COLUMNS:
         return f"D {hidden} and I {inner}; made for rows of {COLUMNS} columns"
-    if sizes["E"] > 1024:
-        return f"{sizes['E']} experts; takes up to 1024"
-    return LIBRARY.refusal()
+    if experts > FEW_EXPERTS:
+        return f"{experts} experts; from {FEW_EXPERTS} on cuda_decode is faster at every batch"
+    if not fits(Launch(width=24, groups=3), MAX_TOKENS, sizes):
+        return f"{sizes['K']} experts per token: the lists of {MAX_TOKENS} tokens pass the shared memory"
+    return narrow._limits(sizes) or LIBRARY.refusal()
+
+
+register(
+    Implementation(
+        operation="moe_experts",
+        name="cuda_warpgroup",
+        function=moe_experts,
+        band=Band.SPECIALISED,
+        device="cuda",
+        min_capability=(9, 0),
+        max_capability=(9, 0),
+        formats={"activation": frozenset({"bf16"}), "weight": frozenset({"mxfp4"})},
+        phases=frozenset({"decode"}),
+        rows=(65, MAX_TOKENS),
+        limits=_limits,
+        library=LIBRARY,
+        note="64 rows at a time through wgmma; timed at 128 tokens only",
+    )
+)
