@@ -116,7 +116,8 @@ def test_errors_are_of_the_clients_classes(openai_client):
     assert counted.input_tokens > 0
 
 
-@pytest.mark.parametrize("patience_s", [pytest.param("10", marks=pytest.mark.slow), "0.2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("patience_s", ["10", "0.2"])
 def test_a_background_response_outlives_its_server(scripted, tmp_path, patience_s):
     """Ctrl-C lets it finish, or keeps how far it came; the next server with the same file knows it."""
     options = ("--response-store", str(tmp_path / "kept"), "--shutdown-timeout-s", patience_s)
