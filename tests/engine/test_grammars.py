@@ -303,6 +303,11 @@ def test_a_grammar_that_cannot_be_built_fails_its_request_alone():
     [end] = [e for e in events if isinstance(e, FinishedEvent)]
     assert (end.request_id, end.num_output_tokens) == ("good", 5)
     assert engine.running_ids() == []
+    request = Request(request_id="r", prompt_token_ids=[1], max_tokens=5, constraint=KINDS[0])
+    _events_of(engine, request)
+    status = engine.status()
+    assert status.num_grammar_failures == 1
+    assert sum(status.histograms["request_grammar_seconds"].counts) == 1
 
 
 def test_a_matcher_that_fails_in_the_middle_ends_its_request_with_a_reason(monkeypatch):

@@ -297,6 +297,7 @@ class LLMEngine:
             num_refused=self.counters.num_refused,
             num_expired=self.counters.num_expired,
             num_aborted=self.counters.num_aborted,
+            num_grammar_failures=self.counters.num_grammar_failures,
             start_s=self.start_s,
             histograms={name: h.buckets() for name, h in self.counters.histograms.items()},
             step_bound_s=self.clock.bound_s,
@@ -375,8 +376,10 @@ class LLMEngine:
         for found in self.grammars.settle():
             sequence = found.sequence
             if found.error is None:
+                self.counters.count_grammar(time.monotonic() - sequence.arrived_at)
                 self.scheduler.add(sequence)
                 continue
+            self.counters.num_grammar_failures += 1
             del self._sequences[sequence.request_id]
             self._end(sequence)
             events.append(

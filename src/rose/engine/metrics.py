@@ -50,6 +50,8 @@ class Counters:
     """Requests whose time was up."""
     num_aborted: int = 0
     """Requests that their frontend took back, those whose time was up not included."""
+    num_grammar_failures: int = 0
+    """Requests whose grammar could not be built, or stopped them."""
     histograms: dict[str, Histogram] = field(default_factory=_histograms)
 
     def count_step(self, plan: StepPlan) -> None:
@@ -64,6 +66,10 @@ class Counters:
     def count_step_end(self, phase: str, seconds: float) -> None:
         """Add how long a step took."""
         self.histograms[f"step_seconds_{phase}"].observe(seconds)
+
+    def count_grammar(self, seconds: float) -> None:
+        """Add a request that waited so long for its grammar to be built or found."""
+        self._observe("request_grammar_seconds", seconds)
 
     def count_ends(self, sequences: Iterable[Sequence], now: float) -> None:
         """Add requests that have just ended by themselves."""

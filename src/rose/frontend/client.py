@@ -91,7 +91,8 @@ class EngineClient:
         self._sending: set[asyncio.Task[None]] = set()
         self._death: str | None = None
         self._last_sign = time.monotonic()
-        self._silence_s = 0.0
+        self.silence_s = 0.0
+        """Since the engine's last sign, as far as this process itself ran."""
         self._has_been_ready = False
         self.is_draining = False
         """Whether the server ends: what runs goes on, nothing else is taken."""
@@ -176,10 +177,10 @@ class EngineClient:
         if status is None or not status.is_ready:
             return None
         limit_s = max(self._timeout_s, BOUNDS_OF_A_HANG * status.step_bound_s)
-        if self._silence_s <= limit_s:
+        if self.silence_s <= limit_s:
             return None
         return (
-            f"the engine has made no progress for {self._silence_s:.1f} s; allowed: {limit_s:g} s where a step of "
+            f"the engine has made no progress for {self.silence_s:.1f} s; allowed: {limit_s:g} s where a step of "
             f"{status.step_bound_s:.3f} s is expected"
         )
 
@@ -281,7 +282,7 @@ class EngineClient:
                 yielded = time.monotonic()
 
     def _note_sign(self) -> None:
-        self._last_sign, self._silence_s = time.monotonic(), 0.0
+        self._last_sign, self.silence_s = time.monotonic(), 0.0
 
     def _route(self, event: EngineStatus | FinishedEvent | ErrorEvent) -> None:
         if isinstance(event, EngineStatus):
@@ -305,7 +306,7 @@ class EngineClient:
         while True:
             now = time.monotonic()
             # Time in which this process itself did not run is nobody's silence.
-            self._silence_s += min(now - looked, 2 * WATCH_SECONDS)
+            self.silence_s += min(now - looked, 2 * WATCH_SECONDS)
             looked = now
             if now - asked >= QUERY_SECONDS and self._death is None:
                 asked = now

@@ -23,6 +23,7 @@ from rose.protocol.histogram import BOUNDS, Buckets
 
 HISTOGRAM_TEXTS = {
     "step_tokens": "Tokens of a step, prompts and decoding together",
+    "request_grammar_seconds": "From arrival until the grammar was built or found; requests with one only",
     "request_queue_seconds": "From arrival at the engine until it ran",
     "request_prefill_seconds": "From when it ran to its first token",
     "request_decode_seconds": "From its first token to its last",
@@ -44,6 +45,11 @@ class EngineCollector:
         yield InfoMetricFamily("rose_build", "The release that runs", {"version": _release()})
         yield GaugeMetricFamily(
             "rose_engine_ready", "1 while the engine takes requests", float(client.is_ready)
+        )
+        yield GaugeMetricFamily(
+            "rose_engine_silence_seconds",
+            "Since the engine's last sign of life; above the limit of /health it counts as hung",
+            client.silence_s,
         )
         yield CounterMetricFamily(
             "rose_engine_restarts", "Engines lost and replaced", max(0, client.num_engines - 1)
@@ -125,6 +131,10 @@ def _counters(status: EngineStatus) -> Iterator[Metric]:
         "rose_admission_rejections": (
             "Requests refused because the queue was full",
             status.num_refused,
+        ),
+        "rose_grammar_failures": (
+            "Requests whose grammar could not be built, or stopped them",
+            status.num_grammar_failures,
         ),
         "rose_requests_expired": ("Requests whose time was up", status.num_expired),
         "rose_requests_aborted": (

@@ -97,6 +97,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     """Requests whose time was up."""
     num_aborted: int = 0
     """Requests that their frontend took back."""
+    num_grammar_failures: int = 0
     start_s: float = 0.0
     """How long the engine took to load, measure and capture."""
     histograms: dict[str, Buckets] = {}

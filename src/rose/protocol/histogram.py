@@ -20,6 +20,7 @@ BOUNDS: dict[str, tuple[float, ...]] = {
     "step_seconds_decode": STEP_SECONDS,
     "step_seconds_mixed": STEP_SECONDS,
     "step_tokens": STEP_TOKENS,
+    "request_grammar_seconds": REQUEST_SECONDS,
     "request_queue_seconds": REQUEST_SECONDS,
     "request_prefill_seconds": REQUEST_SECONDS,
     "request_decode_seconds": REQUEST_SECONDS,
