@@ -9,17 +9,26 @@ import zmq
 
 from rose.protocol.channel import EngineEndpoint, FrontendEndpoint, LocalPair
 from rose.protocol.codec import PROTOCOL_VERSION, ProtocolError
-from rose.protocol.event import TokensEvent
-from rose.protocol.request import Abort, StatusQuery
+from rose.protocol.event import EngineStatus, ErrorEvent, FinishedEvent, TokensEvent
+from rose.protocol.request import Abort, Request, StatusQuery
 from rose.utils.errors import ConfigError
 
 EVENTS = [TokensEvent(request_id="a", token_ids=[1]), TokensEvent(request_id="b", token_ids=[2])]
 
 
+STATUS = EngineStatus(is_ready=True, model="m", context_tokens=8, vocab_size=9)
+
+
+def _request(name):
+    return Request(request_id=name, prompt_token_ids=[1], max_tokens=1)
+
+
 async def _round_trip(engine, frontend):
+    for name in ("a", "b"):
+        await frontend.send(_request(name))
+        assert await asyncio.to_thread(engine.receive, 5000) == _request(name)
     await frontend.send(Abort(request_id="a"))
-    received = await asyncio.to_thread(engine.receive, 5000)
-    assert received == Abort(request_id="a")
+    assert await asyncio.to_thread(engine.receive, 5000) == Abort(request_id="a")
     assert engine.receive() is None
     assert engine.send(EVENTS)
     assert await asyncio.wait_for(frontend.receive(), 5) == EVENTS
@@ -44,6 +53,76 @@ def test_ipc_carries_both_ways_with_the_frontend_first(tmp_path):
         engine = EngineEndpoint(address)
         assert await asyncio.to_thread(engine.receive, 5000) == StatusQuery()
         await _round_trip(engine, frontend)
+        frontend.close()
+        engine.close()
+
+    asyncio.run(run())
+
+
+def test_each_frontend_gets_the_events_of_its_requests_and_all_get_the_state(tmp_path):
+    async def run():
+        address = f"ipc://{tmp_path}/engine.sock"
+        engine = EngineEndpoint(address)
+        frontends = {name: FrontendEndpoint(address) for name in ("a", "b", "c")}
+        for name, frontend in frontends.items():
+            await frontend.send(_request(name))
+            await asyncio.to_thread(engine.receive, 5000)
+        assert engine.send([*EVENTS, STATUS])
+        expected = {"a": [EVENTS[0], STATUS], "b": [EVENTS[1], STATUS], "c": [STATUS]}
+        for name, frontend in frontends.items():
+            assert await asyncio.wait_for(frontend.receive(), 5) == expected[name]
+
+        # An event after the last one of its request belongs to nobody.
+        end = FinishedEvent(request_id="a", reason="stop", num_prompt_tokens=1, num_output_tokens=1)
+        assert engine.send([end])
+        assert not engine.send([EVENTS[0]])
+        for frontend in frontends.values():
+            frontend.close()
+        engine.close()
+
+    asyncio.run(run())
+
+
+def test_requests_of_a_frontend_that_is_gone_are_told_once_and_no_others(tmp_path):
+    async def run():
+        address = f"ipc://{tmp_path}/engine.sock"
+        engine = EngineEndpoint(address)
+        frontends = {name: FrontendEndpoint(address) for name in ("a", "b")}
+        for name, frontend in frontends.items():
+            await frontend.send(_request(name))
+            await asyncio.to_thread(engine.receive, 5000)
+        frontends["a"].close()
+        lost = []
+        for _ in range(500):
+            assert engine.send(EVENTS)
+            lost += engine.take_lost()
+            if lost:
+                break
+            await asyncio.sleep(0.01)
+        assert lost == ["a"]
+        end = ErrorEvent(request_id="a", code="engine_failed", message="lost")
+        assert not engine.send([end])
+        assert engine.send(EVENTS)
+        assert engine.take_lost() == []
+        frontends["b"].close()
+        engine.close()
+
+    asyncio.run(run())
+
+
+def test_the_state_reaches_a_frontend_that_was_not_read_yet(tmp_path):
+    """While a model loads nobody reads messages, and frontends are told all the same."""
+
+    async def run():
+        address = f"ipc://{tmp_path}/engine.sock"
+        engine = EngineEndpoint(address)
+        frontend = FrontendEndpoint(address)
+        for _ in range(500):
+            if engine.send([STATUS]):
+                break
+            await asyncio.sleep(0.01)
+        assert await asyncio.wait_for(frontend.receive(), 5) == [STATUS]
+        assert engine.receive() is None
         frontend.close()
         engine.close()
 

@@ -8,13 +8,14 @@ import threading
 import time
 
 import pytest
+import zmq
 
 from fakes.model import FakeModel, expected_output
 from rose.config.cache import CacheConfig
 from rose.config.engine import EngineConfig
 from rose.config.scheduler import SchedulerConfig
 from rose.engine.engine import LLMEngine
-from rose.protocol.channel import LocalPair
+from rose.protocol.channel import EngineEndpoint, FrontendEndpoint, LocalPair
 from rose.protocol.event import EngineStatus, ErrorEvent, FinishedEvent, TokensEvent
 from rose.protocol.request import Abort, Request, StatusQuery
 from rose.protocol.sampling_params import SamplingParams
@@ -232,41 +233,49 @@ def test_work_of_which_nothing_comes_ends_the_engine(monkeypatch):
     asyncio.run(run())
 
 
-class Stalled:
+class Stalled(EngineEndpoint):
     """An endpoint whose frontend takes nothing for a while."""
 
-    def __init__(self):
-        self.is_stalled = False
-        self.messages, self.sent = [], []
+    is_stalled = False
 
-    def receive(self, timeout_ms=0):
-        return self.messages.pop(0) if self.messages else None
-
-    def send(self, events):
-        if not self.is_stalled:
-            self.sent += events
-        return not self.is_stalled
+    def _transmit(self, frontend, frame):
+        if self.is_stalled:
+            raise zmq.Again
+        super()._transmit(frontend, frame)
 
 
-def test_a_frontend_that_comes_back_learns_that_its_requests_have_ended():
+def test_a_frontend_that_comes_back_learns_that_its_requests_have_ended(tmp_path):
     config = EngineConfig(model="fake", device="cpu", cache=CacheConfig(kv_tokens=512))
-    endpoint = Stalled()
-    service = EngineService(LLMEngine.from_model(FakeModel(), config), endpoint)  # type: ignore[arg-type]
-    endpoint.messages += [_request("long", [1], 400), _request("short", [1], 2)]
-    turns = iter(range(6))
+    address = f"ipc://{tmp_path}/engine"
 
-    def is_stopping():
-        turn = next(turns)
-        endpoint.is_stalled = 0 < turn < 4
-        service._next_status = 0.0 if turn == 4 else service._next_status
-        return turn == 5
+    async def run():
+        endpoint, frontend = Stalled(address), FrontendEndpoint(address)
+        service = EngineService(LLMEngine.from_model(FakeModel(), config), endpoint)
+        for request in (_request("long", [1], 400), _request("short", [1], 2)):
+            await frontend.send(request)
+        await asyncio.sleep(0.05)
+        turns = iter(range(6))
 
-    assert service.serve(is_stopping) == 0
-    ends = {e.request_id: e for e in endpoint.sent if isinstance(e, FinishedEvent | ErrorEvent)}
-    assert ends["long"].code == "engine_failed"
-    assert "events of this request were lost" in ends["long"].message
-    assert ends["short"].reason == "length"
-    assert service.engine.table.num_used_pages == 0
+        def is_stopping():
+            turn = next(turns)
+            endpoint.is_stalled = 0 < turn < 4
+            service._next_status = 0.0 if turn == 4 else service._next_status
+            return turn == 5
+
+        assert service.serve(is_stopping) == 0
+        ends = {}
+        while len(ends) < 2:
+            for event in await asyncio.wait_for(frontend.receive(), 5):
+                if isinstance(event, FinishedEvent | ErrorEvent):
+                    ends[event.request_id] = event
+        assert ends["long"].code == "engine_failed"
+        assert "events of this request were lost" in ends["long"].message
+        assert isinstance(ends["short"], FinishedEvent | ErrorEvent)
+        assert service.engine.table.num_used_pages == 0
+        frontend.close()
+        endpoint.close()
+
+    asyncio.run(run())
 
 
 def test_requests_of_a_frontend_that_is_gone_are_dropped():

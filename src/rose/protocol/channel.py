@@ -1,12 +1,16 @@
 """The socket between the two services: blocking on the engine's side, asyncio on the frontend's.
 
-The engine binds, the frontend connects; either may start first. One frontend per engine. Addresses are
-ipc://PATH, tcp://HOST:PORT, or an in-process pair for tests. What travels is codec's business.
+The engine binds, frontends connect; any may start first. An event goes to the frontend whose request it belongs to, the
+engine's state to all. Addresses are ipc://PATH, tcp://HOST:PORT, or an in-process pair for tests. What travels is
+codec's business.
 """
 
 from __future__ import annotations
 
 import itertools
+import time
+import uuid
+from collections import deque
 from typing import Any
 
 import zmq
@@ -18,12 +22,18 @@ from rose.protocol.codec import (
     encode_from_engine,
     encode_to_engine,
 )
-from rose.protocol.event import FromEngine
-from rose.protocol.request import ToEngine
+from rose.protocol.event import EngineStatus, ErrorEvent, FinishedEvent, FromEngine, TokensEvent
+from rose.protocol.request import Request, ToEngine
 from rose.utils.errors import ConfigError
 
 QUEUED_FRAMES = 100_000
 """Frames a stalled peer may leave in the queue; guessed: minutes of steps, well under a gigabyte."""
+MAX_OWED_FRONTENDS = 64
+"""Of frontends that are gone so many may come back and learn what they missed."""
+GREETING = b"rose frontend"
+"""A frontend's first frame: the engine's state goes to whom it has heard of, also while it reads no messages."""
+FRAMES_PER_READ = 256
+"""Taken from the socket at once; more wait for the next call."""
 LINGER_MS = 500
 """How long `close` waits for frames already sent; the last events of a stopping engine matter."""
 
@@ -36,7 +46,18 @@ class EngineEndpoint:
     def __init__(self, address: str, *, context: zmq.Context | None = None) -> None:
         self._owns_context = context is None
         self._context = context or zmq.Context()
-        self._socket = _new_socket(self._context)
+        # ROUTER tells which frontend a frame came from, and says so where one that is gone is sent something.
+        self._socket = _new_socket(self._context, zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # one that comes back is the same
+        self._frontends: dict[bytes, None] = {}
+        """Those heard of, in the order in which they came."""
+        self._owners: dict[str, bytes] = {}
+        """Request -> the frontend it came from, until its last event."""
+        self._lost: dict[str, None] = {}
+        self._owed: dict[bytes, list[FromEngine]] = {}
+        """Last events that a frontend has not taken yet."""
+        self._unread: deque[tuple[bytes, bytes]] = deque()
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
@@ -48,21 +69,83 @@ class EngineEndpoint:
 
         Raises  ProtocolError for a broken frame; the next call goes on with the next frame.
         """
-        if timeout_ms and not self._socket.poll(timeout_ms, zmq.POLLIN):
-            return None
-        try:
-            frame = self._socket.recv(zmq.NOBLOCK)
-        except zmq.Again:
-            return None
-        return decode_to_engine(frame)
+        end = time.monotonic() + timeout_ms / 1000
+        self._read()
+        while not self._unread:
+            # A greeting wakes it too, and is no message.
+            left_ms = round((end - time.monotonic()) * 1000)
+            if left_ms <= 0 or not self._socket.poll(left_ms, zmq.POLLIN):
+                return None
+            self._read()
+        frontend, frame = self._unread.popleft()
+        message = decode_to_engine(frame)
+        if isinstance(message, Request):
+            self._owners[message.request_id] = frontend
+        return message
 
     def send(self, events: list[FromEngine]) -> bool:
-        """Send the events as one frame without waiting; False: no frontend takes it, it is dropped."""
+        """Send events without waiting, to each frontend in one frame; False: no frontend took any.
+
+        What a frontend does not take is dropped, but for last events: it gets those once it takes events again.
+        """
+        self._read()
+        shares: dict[bytes, list[FromEngine]] = {}
+        for event in events:
+            if isinstance(event, EngineStatus):
+                for frontend in self._frontends:
+                    shares.setdefault(frontend, []).append(event)
+                continue
+            is_last = not isinstance(event, TokensEvent)
+            owner = (self._owners.pop if is_last else self._owners.get)(event.request_id, None)
+            if owner is not None:
+                shares.setdefault(owner, []).append(event)
+        sent = [self._send(frontend, share) for frontend, share in shares.items()]
+        return any(sent)
+
+    def take_lost(self) -> list[str]:
+        """Return the requests of which a frontend has not taken an event, each once; they are to be ended."""
+        lost = list(self._lost)
+        self._lost.clear()
+        return lost
+
+    def _send(self, frontend: bytes, events: list[FromEngine]) -> bool:
+        owed = self._owed.get(frontend, [])
+        frame = encode_from_engine([*owed, *events] if owed else events)
         try:
-            self._socket.send(encode_from_engine(events), zmq.NOBLOCK)
-        except zmq.Again:
+            self._transmit(frontend, frame)
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                self._frontends.pop(frontend, None)
+            elif error.errno != zmq.EAGAIN:
+                raise
+            self._miss(frontend, events)
             return False
+        self._owed.pop(frontend, None)
         return True
+
+    def _transmit(self, frontend: bytes, frame: bytes) -> None:
+        self._socket.send_multipart([frontend, frame], zmq.NOBLOCK)
+
+    def _miss(self, frontend: bytes, events: list[FromEngine]) -> None:
+        """Take note of events that a frontend did not take."""
+        last = [e for e in events if isinstance(e, FinishedEvent | ErrorEvent)]
+        self._owed[frontend] = [*self._owed.pop(frontend, []), *last]
+        while len(self._owed) > MAX_OWED_FRONTENDS:
+            self._owed.pop(next(iter(self._owed)))
+        is_only_state = all(isinstance(e, EngineStatus) for e in events)
+        if not is_only_state or frontend not in self._frontends:
+            self._lost |= dict.fromkeys(n for n, owner in self._owners.items() if owner == frontend)
+
+    def _read(self) -> None:
+        """Take in what has come, some of it: also from frontends not heard of before."""
+        for _ in range(FRAMES_PER_READ):
+            try:
+                frontend, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._frontends[frontend] = None
+            if frames != [GREETING]:
+                self._unread.append((frontend, b"".join(frames)))
 
     def close(self) -> None:
         """Deliver what was sent (half a second at most) and close."""
@@ -78,12 +161,15 @@ class FrontendEndpoint:
         self._owns_context = context is None
         plain = context or zmq.Context()
         self._plain_context = plain
-        self._socket: zmq.asyncio.Socket = _new_socket(zmq.asyncio.Context.shadow(plain))
+        asynchronous = zmq.asyncio.Context.shadow(plain)
+        self._socket: zmq.asyncio.Socket = _new_socket(asynchronous, zmq.DEALER)
+        self._socket.setsockopt(zmq.ROUTING_ID, b"f" + uuid.uuid4().bytes)
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
             self.close()
             raise _address_error("connect to", address, error) from error
+        zmq.Socket.shadow(self._socket).send(GREETING, zmq.NOBLOCK)
 
     async def send(self, message: ToEngine) -> None:
         """Queue one message; it is delivered when the engine is there."""
@@ -131,9 +217,8 @@ class LocalPair:
         self._context.destroy(linger=0)
 
 
-def _new_socket(context: zmq.Context) -> Any:
-    # DEALER, not PAIR: PAIR does not reconnect over ipc and tcp.
-    socket = context.socket(zmq.DEALER)
+def _new_socket(context: zmq.Context, kind: int) -> Any:
+    socket = context.socket(kind)
     socket.set_hwm(QUEUED_FRAMES)
     return socket
 

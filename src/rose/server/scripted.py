@@ -261,6 +261,8 @@ def serve(engine: ScriptedEngine, endpoint: EngineEndpoint) -> None:
         events += engine.step(time.monotonic())
         if events:
             endpoint.send(events)
+        for request_id in endpoint.take_lost():
+            engine.take(Abort(request_id=request_id), time.monotonic())
 
 
 def decode_config(raw: bytes) -> ScriptConfig:

@@ -10,7 +10,7 @@ import msgspec
 from rose.engine.engine import LLMEngine
 from rose.protocol.channel import EngineEndpoint
 from rose.protocol.codec import ProtocolError
-from rose.protocol.event import ErrorCode, ErrorEvent, FinishedEvent, FromEngine
+from rose.protocol.event import ErrorCode, ErrorEvent, FromEngine
 from rose.protocol.grammar import Vocabulary
 from rose.protocol.request import Abort, Request, StatusQuery
 from rose.utils.errors import RoseError
@@ -35,7 +35,7 @@ _logger = get_logger(__name__)
 
 
 class EngineService:
-    """Serves one frontend until stopped or failed."""
+    """Serves its frontends until stopped or failed."""
 
     def __init__(self, engine: LLMEngine, endpoint: EngineEndpoint) -> None:
         self.engine = engine
@@ -43,8 +43,6 @@ class EngineService:
         self._next_status = 0.0
         self._last_frame = 0.0
         self._told_bound_s = 0.0
-        self._owed: list[FromEngine] = []
-        """Last events that no frontend has taken yet."""
         self._num_steps = 0
         self._idle_since = 0.0
         engine.on_begin = self._beat
@@ -76,7 +74,7 @@ class EngineService:
             try:
                 message = self.endpoint.receive(wait_ms)
             except ProtocolError as error:
-                # Whose request it was cannot be known, so the frontend is told as a whole.
+                # Whose request it was cannot be known, so frontends are told as a whole.
                 _logger.error("%s", error)
                 self._send([self.engine.status(detail=str(error))])
                 continue
@@ -120,21 +118,15 @@ class EngineService:
             )
 
     def _send(self, events: list[FromEngine]) -> None:
-        if not events or self._deliver(events) or not self.engine.running_ids():
-            return
-        _logger.warning("no frontend takes events; its %d requests end", self._num_open())
-        text = "events of this request were lost because its frontend took none for too long; send it again"
-        for request_id in self.engine.running_ids():
-            self.engine.abort(request_id)
-            self._owed.append(_failure(request_id, text, "engine_failed"))
-
-    def _deliver(self, events: list[FromEngine]) -> bool:
-        """Send events behind those that are owed; what ends a request is kept where nobody takes it."""
-        if self.endpoint.send([*self._owed, *events] if self._owed else events):
-            self._owed.clear()
-            return True
-        self._owed += [e for e in events if isinstance(e, FinishedEvent | ErrorEvent)]
-        return False
+        if events:
+            self.endpoint.send(events)
+        lost = self.endpoint.take_lost()
+        if lost:
+            _logger.warning("a frontend takes no events; its %d requests end", len(lost))
+            text = "events of this request were lost because its frontend took none for too long; send it again"
+            for request_id in lost:
+                self.engine.abort(request_id)
+            self.endpoint.send([_failure(name, text, "engine_failed") for name in lost])
 
     def _beat(self) -> None:
         """Tell that a step begins and how long it may take, where nothing else was told lately or it is long."""
@@ -152,7 +144,7 @@ class EngineService:
     def _tell_status(self) -> bool:
         status = self.engine.status()
         self._last_frame, self._told_bound_s = time.monotonic(), status.step_bound_s
-        return self._deliver([status])
+        return self.endpoint.send([status])
 
     def _fail(self, error: Exception) -> None:
         _logger.critical("a step failed with %d requests open", self._num_open(), exc_info=error)
