@@ -155,15 +155,15 @@ class World:
                 assert contents[columns[position // PAGE]][position % PAGE] == value
 
     def check_order(self):
-        """Nobody waits behind one of a higher rank, and who runs is ordered as preemption needs it."""
+        """Nobody waits behind one with a later turn, and who runs is ordered as preemption needs it."""
         waiting = list(self.scheduler.waiting)
         running = self.scheduler.running
         for sequences in (waiting, running):
-            ranks = [s.rank for s in sequences]
-            assert ranks == sorted(ranks)
+            turns = [s.turn for s in sequences]
+            assert turns == sorted(turns)
         assert self.scheduler.waiting.num_tokens == sum(s.num_tokens for s in waiting)
         if self.config.policy == "first-come" and waiting and running:
-            assert running[-1].rank < waiting[0].rank
+            assert running[-1].turn < waiting[0].turn
 
     def check_pages(self):
         running = self.scheduler.running

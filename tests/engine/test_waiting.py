@@ -1,4 +1,4 @@
-"""The waiting queue: order by rank, bounds in requests and in tokens, what a refusal says."""
+"""The waiting queue: order by turn, bounds in requests and in tokens, what a refusal says."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Sequence:
         "num_tokens",
         "pages",
         "prefill_end",
-        "rank",
+        "turn",
         "request_id",
         "sampling",
         "slot",
@@ -67,7 +67,7 @@ class Sequence:
         self.request_id = request.request_id
         self.sampling = sampling
         """With the seed filled in."""
-        self.rank: tuple[int, int] = (request.priority, 0)
+        self.turn: tuple[int, int] = (request.priority, 0)
         """Priority, then order of arrival, which the queue gives; kept when preempted."""
         self.arrived_at = time.monotonic()
         self.started_at = 0.0

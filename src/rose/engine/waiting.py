@@ -1,7 +1,7 @@
 """The requests that wait to run, in the order in which they will: bounded in number and in tokens. Knows no pages.
 
-Order is by rank: first what its priority says (smaller first; all equal under first-come), then the order of
-arrival. A preempted sequence keeps its rank, so that it is not overtaken by those who came later.
+Order is by turn: first the request's priority (smaller first; all equal under first-come), then the order of
+arrival. A preempted sequence keeps its turn, so that it is not overtaken by those who came later.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from rose.config.scheduler import SchedulerConfig
 from rose.engine.sequence import Sequence
 
 
-def rank_of(sequence: Sequence) -> tuple[int, int]:
+def turn_of(sequence: Sequence) -> tuple[int, int]:
     """Return the key by which sequences are ordered, waiting and running."""
-    return sequence.rank
+    return sequence.turn
 
 
 class WaitingQueue:
@@ -61,15 +61,15 @@ class WaitingQueue:
         return None
 
     def add(self, sequence: Sequence) -> None:
-        """Put a sequence where its rank belongs; one that is new gets its rank here."""
-        priority, arrival = sequence.rank
+        """Put a sequence where its turn puts it; one that is new gets its turn here."""
+        priority, arrival = sequence.turn
         if not arrival:
             self._num_arrived += 1
-            sequence.rank = (priority, self._num_arrived)
+            sequence.turn = (priority, self._num_arrived)
         waiting, place = self._sequences, len(self._sequences)
-        if waiting and sequence.rank < waiting[0].rank:
+        if waiting and sequence.turn < waiting[0].turn:
             place = 0  # the usual place of one that was preempted
-        while place > 0 and sequence.rank < waiting[place - 1].rank:
+        while place > 0 and sequence.turn < waiting[place - 1].turn:
             place -= 1
         waiting.insert(place, sequence)
         self.num_tokens += sequence.num_tokens
