@@ -52,7 +52,6 @@ class Sequence:
         "num_tokens",
         "pages",
         "prefill_end",
-        "turn",
         "request_id",
         "sampling",
         "slot",
@@ -61,6 +60,7 @@ class Sequence:
         "stop_ids",
         "timeout_s",
         "token_ids",
+        "turn",
     )
 
     def __init__(self, request: Request, sampling: SamplingParams) -> None:
