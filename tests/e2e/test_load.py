@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,11 @@ NUM_RUNNING = 64
 NUM_WAITING = 100
 SOAK_SECONDS = float(os.environ.get("ROSE_SOAK_SECONDS", "600"))
 """How long memory has to stay flat; less is for trying the test itself."""
-AT_ONCE_S = 5.0
-"""A refusal waits for the step that is under way, and for its turn on two cores among 300 clients and their server."""
+AT_ONCE_S = 2.0
+"""For the median of the refused. A refusal waits for the step that is under way, and for two cores that it shares with 300
+clients and their server."""
+LONGEST_REFUSAL_S = 15.0
+"""Other work on the machine can hold up everything."""
 ALLOWED_GROWTH = 0.05
 """Of the resident memory, first half of the rounds to second: allocators round up, a leak per request would pass it."""
 
@@ -130,7 +134,8 @@ def test_accepted_requests_complete_others_are_refused_at_once_and_memory_stays_
         assert all(a.is_whole for a in accepted), next(a for a in accepted if not a.is_whole)
         assert len(accepted) >= NUM_RUNNING
         assert refused
-        assert max(a.seconds for a in refused) < AT_ONCE_S
+        assert statistics.median(a.seconds for a in refused) < AT_ONCE_S
+        assert max(a.seconds for a in refused) < LONGEST_REFUSAL_S
         assert all("rate_limit_exceeded" in a.text for a in refused)
         num_whole, num_refused = num_whole + len(accepted), num_refused + len(refused)
         sizes.append([_resident_bytes(pid) for pid in pids])

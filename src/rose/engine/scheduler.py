@@ -50,7 +50,7 @@ class Scheduler:
         self.table = table
         self.waiting = WaitingQueue(config)
         self.running: list[Sequence] = []
-        """In the order of their turns; the last is the first to be preempted, and never one that the step has planned."""
+        """In the order of their turns; the last is preempted first, and never one that the step has planned."""
         self.flights: deque[Flight] = deque()
         self.num_preemptions = 0
         self.num_queried_tokens = 0
