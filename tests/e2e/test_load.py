@@ -22,8 +22,8 @@ NUM_WAITING = 100
 SOAK_SECONDS = float(os.environ.get("ROSE_SOAK_SECONDS", "600"))
 """How long memory has to stay flat; less is for trying the test itself."""
 AT_ONCE_S = 2.0
-"""For the median of the refused. A refusal waits for the step that is under way, and for two cores that it shares with 300
-clients and their server."""
+"""For the median of the refused. A refusal waits for the step that is under way, and for two cores that it shares with
+300 clients and their server."""
 LONGEST_REFUSAL_S = 15.0
 """Other work on the machine can hold up everything."""
 ALLOWED_GROWTH = 0.05
