@@ -55,3 +55,10 @@ def test_triton_masks_what_the_reference_masks():
     command = [sys.executable, "-m", "rose.kernels", "check", "mask_logits", "--interpret"]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     assert f"{len([c for c in CASES if not c.large])} ok, 0 failed" in found.stdout, found.stdout
+
+
+def test_warming_up_changes_no_mask():
+    table = MaskTable(2, 40, CPU)
+    table.write({0: _bits(3, num_bytes=8)})
+    table.warm_up()
+    assert _allowed(table, [0, 1], 40) == [[3], list(range(40))]

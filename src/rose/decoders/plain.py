@@ -78,6 +78,7 @@ class PlainDecoder:
         for plan in steps:
             report(f"warming up: a step of {plan.num_tokens} tokens")
             self.collect(self.launch(plan))
+        self._tables.masks.warm_up()
         if self.graphs is not None:
             self.graphs.capture_all(self._send_padding, report)
 

@@ -54,6 +54,13 @@ class MaskTable:
         """Return (operation, regime, implementation) lines, for the start-up table."""
         return self._operation.rows()
 
+    def warm_up(self) -> None:
+        """Compile what `apply` needs, so that no request with a grammar has to wait for it."""
+        slots_S = torch.zeros(1, dtype=torch.int64, device=self._device)
+        logits_SV = torch.zeros(1, self.vocab_size, dtype=torch.float32, device=self._device)
+        for phase in ("prefill", "decode"):
+            self.apply(logits_SV, slots_S, phase=phase)
+
     def write(self, masks: Mapping[int, bytes | None]) -> None:
         """Set rows; None allows all. Enqueues device work only, one copy for all rows."""
         slots = torch.tensor(list(masks), dtype=torch.int64)

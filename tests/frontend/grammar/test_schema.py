@@ -40,6 +40,8 @@ WRONG = [
     {"minimum": "3"},
     {"exclusiveMinimum": True},
     {"multipleOf": 0},
+    {"minimum": 2**53 + 1},
+    {"exclusiveMaximum": -1e300},
     {"required": "a"},
     {"required": [1]},
     {"enum": []},

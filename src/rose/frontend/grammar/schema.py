@@ -29,6 +29,7 @@ ANNOTATIONS = frozenset((*_FOR_PEOPLE, "$schema", "deprecated", "readOnly", "wri
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid")
 FORMATS = (*FORMATS, "uri")
 TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
+MAX_BOUND = 2**53
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _SCHEMA = ("items", "additionalProperties")
@@ -173,7 +174,10 @@ def _problems(keyword: str, value: Any) -> Iterator[tuple[str, str]]:
         if not _is_number(value) or value != int(value) or not 0 <= value < 2**31:
             yield found, "a whole number from 0"
     elif keyword in _BOUNDS:
-        if not _is_number(value) or (keyword == "multipleOf" and value <= 0):
+        if _is_number(value) and abs(value) > MAX_BOUND:
+            # the library keeps numbers as doubles, so that a larger bound would be off by one
+            yield found, f"-{MAX_BOUND} to {MAX_BOUND}"
+        elif not _is_number(value) or (keyword == "multipleOf" and value <= 0):
             yield found, "a number above 0" if keyword == "multipleOf" else "a number"
     elif keyword == "required":
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
