@@ -1,0 +1,241 @@
+// Experts of small batches on Hopper, 64 rows at a time: codes pass from memory through a ring in shared memory into
+// registers and wgmma. Products, activations and the order of columns are those of decode_warpgroup.cuh.
+//
+// Each warpgroup has a ring of its own, of chunks of 64 rows by 256 columns (128 bytes of codes, swizzled), which the
+// tensor copy engine fills ahead across tiles and across experts. A chunk is given back as soon as its codes are in
+// registers. A tile's scales come with its first chunk.
+#pragma once
+
+#include "../../src/rose/kernels/moe_experts/decode_warpgroup.cuh"
+#include "ring_ptx.cuh"
+
+namespace rose::moe_decode {
+
+constexpr int kChunkBytes = kTileRows * 128;
+
+// What the kernel leaves out, to see what the rest costs: 1 unpacking, 2 products too.
+#ifndef ROSE_LEFT_OUT
+#define ROSE_LEFT_OUT 0
+#endif
+
+struct RingLayout {
+  int x, scale_bytes, scales, barriers, last, counts, hits, order, total;
+
+  template <int kN, int kGroups, int kStages>
+  __host__ __device__ static RingLayout make(const Call& c) {
+    RingLayout l;
+    l.x = kGroups * kStages * kChunkBytes;
+    l.scale_bytes = kTileRows * (c.columns / 32);
+    l.scales = l.x + (c.columns + 127) / 128 * kN * 256;
+    l.barriers = l.scales + 2 * kGroups * l.scale_bytes;
+    l.last = l.barriers + (kGroups * kStages * 8 + 15) / 16 * 16;
+    l.hits = l.last + 16 * kGroups;
+    int most = (c.pairs < c.experts ? c.pairs : c.experts) + c.pairs / kN + 1;
+    l.counts = l.hits + most * 16;
+    l.order = l.counts + (c.experts + 1) * 4;
+    l.total = l.order + c.pairs * 4;
+    return l;
+  }
+};
+
+// `finish_tile` where thread (g, t) has rows 2 * place and 2 * place + 1 of the warp's 16.
+template <int kN, bool kGateUp>
+__device__ __forceinline__ void finish_turned_tile(const Call& c, const int4& hit, int tile, const float (&d)[kN / 2],
+                                                   const uint16_t* order, int place) {
+  const int t = threadIdx.x & 3, warp = (threadIdx.x >> 5) & 3;
+  const int row = tile * kTileRows + warp * 16 + 2 * place;
+  const uint32_t bias = *reinterpret_cast<const uint32_t*>(c.bias + static_cast<size_t>(hit.x) * c.rows + row);
+  const float bias_even = __uint_as_float(bias << 16), bias_odd = __uint_as_float(bias & 0xFFFF0000u);
+#pragma unroll
+  for (int j = 0; j < kN / 8; ++j) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int token = 8 * j + 2 * t + i;
+      if (token >= hit.z) continue;
+      const size_t pair = order[hit.y + token];
+      const float even = d[4 * j + i] * kCodeScale + bias_even, odd = d[4 * j + 2 + i] * kCodeScale + bias_odd;
+      if constexpr (kGateUp) {
+        const float gate = fminf(even, c.limit), up = fminf(fmaxf(odd, -c.limit), c.limit);
+        c.act[pair * (c.rows / 2) + row / 2] = __float2bfloat16(gate / (1.0f + __expf(-c.alpha * gate)) * (up + 1.0f));
+      } else {
+        *reinterpret_cast<float2*>(c.y + pair * c.rows + row) = make_float2(even, odd);
+      }
+    }
+  }
+}
+
+// Grid: any number of blocks.
+template <bool kGateUp, int kN, int kGroups, int kStages, int kColumns>
+__global__ void __launch_bounds__(kGroups * 128, 1)
+    ring_kernel(const Call c, const __grid_constant__ CUtensorMap codes_map) {
+  constexpr int kThreads = kGroups * 128, blocks = kColumns / 32;
+  constexpr int kColumnGroups = (kColumns + 127) / 128, kChunks = (kColumnGroups + 1) / 2;
+  static_assert(kStages <= kChunks, "two buffers of scales last while a ring is no longer than a tile");
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const RingLayout l = RingLayout::make<kN, kGroups, kStages>(c);
+  int4* hits = reinterpret_cast<int4*>(shared + l.hits);
+  uint16_t* order = reinterpret_cast<uint16_t*>(shared + l.order);
+  int* counts = reinterpret_cast<int*>(shared + l.counts);
+  const int group = threadIdx.x >> 7, warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  // Which warp this is, in a way that shows the compiler that all lanes agree: descriptors then stay in uniform
+  // registers. For the same reason one lane's instructions are predicated and no branch is taken around them.
+  const int whole_warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x >> 5), 0);
+  const bool is_issuer = (whole_warp & 3) == 0, is_first_lane = lane == 0;
+  volatile int* last_flag = reinterpret_cast<int*>(shared + l.last) + 4 * group;
+  const uint32_t full = shared_address(shared + l.barriers) + (whole_warp >> 2) * kStages * 8;
+
+  if ((threadIdx.x & 127) == 0) {
+    for (int s = 0; s < kStages; ++s) mbarrier_init(full + 8 * s, 1);
+    mbarrier_init_fence();
+  }
+  if constexpr (kGateUp) {
+    wait_for_kernel_before();
+    // HAZARD: down reads ids before it waits for this kernel. It may: it starts after this line, so the router is done.
+    let_next_kernel_start();
+    if (c.counters != nullptr && blockIdx.x == 0) {
+      for (int i = threadIdx.x; i < c.num_counters; i += kThreads) c.counters[i] = 0;
+    }
+  }
+  list_hits<kN, kThreads>(c, hits, counts, order, counts + c.experts);
+  const int num_hits = counts[c.experts], tiles = c.rows / kTileRows, total = num_hits * tiles;
+  const int begin = static_cast<int64_t>(total) * blockIdx.x / gridDim.x;
+  const int end = static_cast<int64_t>(total) * (blockIdx.x + 1) / gridDim.x;
+
+  // The issuing warp's place in the sequence of chunks, always kStages ahead of what is multiplied.
+  int next_item = begin + (whole_warp >> 2), next_chunk = 0, next_stage = 0, next_buffer = 0, next_row = 0;
+  const uint32_t ring_at = shared_address(shared) + (whole_warp >> 2) * kStages * kChunkBytes;
+  const uint32_t scales_at = shared_address(shared + l.scales) + (whole_warp >> 2) * 2 * l.scale_bytes;
+  auto issue = [&] {
+    if (next_item >= end) return;
+    const uint32_t barrier = full + 8 * next_stage;
+    if (next_chunk == 0) {
+      const int number = next_item / tiles;
+      next_row = hits[number].x * c.rows + (next_item - number * tiles) * kTileRows;
+      arrive_expect_if(is_first_lane, barrier, kChunkBytes + l.scale_bytes);
+      bulk_load_if(is_first_lane, scales_at + next_buffer * l.scale_bytes,
+                   static_cast<const uint8_t*>(c.scales) + static_cast<size_t>(next_row) * blocks, l.scale_bytes, barrier);
+      next_buffer ^= 1;
+    } else {
+      arrive_expect_if(is_first_lane, barrier, kChunkBytes);
+    }
+    tma_load_2d_if(is_first_lane, ring_at + next_stage * kChunkBytes, &codes_map, barrier, next_chunk * 128, next_row);
+    if (++next_stage == kStages) next_stage = 0;
+    if (++next_chunk == kChunks) next_chunk = 0, next_item += kGroups;
+  };
+  if (is_issuer) {
+    for (int s = 0; s < kStages; ++s) issue();
+  }
+
+  // Rows of neighbouring g lie 4 apart mod 8, so that eight lanes of two rows meet different banks.
+  const int place = (g & 4) | (g & 1) << 1 | (g >> 1 & 1);
+  const int row = warp * 16 + 2 * place, turn = row & 7;
+  const uint8_t* lane_codes = shared + group * kStages * kChunkBytes + row * 128;
+  const uint8_t* lane_scales = shared + l.scales + group * 2 * l.scale_bytes + row * blocks + t;
+
+  bool has_waited = kGateUp;
+  int buffer = 0, stage = 0;
+  uint32_t parity = 0;
+  for (int item = begin; item < end;) {
+    const int number = item / tiles, last = min(end, (number + 1) * tiles);
+    const int4 h = hits[number];
+    if (!has_waited) {
+      wait_for_kernel_before();
+      let_next_kernel_start();
+      has_waited = true;
+    }
+    if (item != begin) __syncthreads();  // everybody has done with the activations of the hit before
+    load_operand<kN, kGateUp, kThreads>(c, h, order, shared + l.x, kColumnGroups);
+    fence_proxy_async();
+    __syncthreads();
+    const uint32_t x_at = descriptor_low(shared_address(shared + l.x));
+    // Items of a run go round the warpgroups whatever the hit.
+    for (int own = item + (group + kGroups - (item - begin) % kGroups) % kGroups; own < last; own += kGroups) {
+      const uint8_t* scales = lane_scales + buffer * l.scale_bytes;
+      buffer ^= 1;
+      float d[kN / 2] = {};
+      uint32_t a[2][4][4];
+#pragma unroll 1
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        mbarrier_wait(full + 8 * stage, parity);
+        const uint8_t* source = lane_codes + stage * kChunkBytes;
+        Codes codes[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          codes[i].low = *reinterpret_cast<const uint4*>(source + ((4 * i + t) ^ turn) * 16);
+          codes[i].high = *reinterpret_cast<const uint4*>(source + 128 + ((4 * i + t) ^ turn ^ 1) * 16);
+        }
+        if (++stage == kStages) stage = 0, parity ^= 1;
+        const bool is_last = chunk == kChunks - 1;
+        const uint32_t x_tile = x_at + chunk * (4 * kN * 128 / 16);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (i == 1 && kColumnGroups % 2 == 1 && is_last) break;
+          // Past the last block the codes are zero, and any scale will do.
+          const int past = is_last && 4 * (2 * (kChunks - 1) + i) + t >= blocks ? 4 * i + t : 0;
+          const uint32_t scale_low = (scales[4 * i - past] * 128 + 62 * 128) * 0x10001u;
+          const uint32_t scale_high = (scales[4 * i - past + blocks] * 128 + 62 * 128) * 0x10001u;
+          if (i == 0) {
+            // The chunk is in registers: it may be filled anew.
+            named_sync(1 + group, 128);
+            if (is_issuer) issue();
+          }
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            wgmma_wait<1>();  // the products before the last ones: `a[half]` is free
+            settle(d);
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+              uint32_t low[4], high[4];
+              if constexpr (ROSE_LEFT_OUT == 0) {
+                unpack_e2m1(word(codes[i].low, 2 * half + k), scale_low, low);
+                unpack_e2m1(word(codes[i].high, 2 * half + k), scale_high, high);
+              } else {
+                for (int p = 0; p < 4; ++p) {
+                  low[p] = word(codes[i].low, 2 * half + k), high[p] = word(codes[i].high, 2 * half + k);
+                }
+              }
+#pragma unroll
+              for (int p = 0; p < 2; ++p) {
+                a[half][2 * k + p][0] = low[2 * p], a[half][2 * k + p][1] = high[2 * p];
+                a[half][2 * k + p][2] = low[2 * p + 1], a[half][2 * k + p][3] = high[2 * p + 1];
+              }
+            }
+            wgmma_fence();
+#pragma unroll
+            for (int step = 0; step < 4; ++step) {
+              if constexpr (ROSE_LEFT_OUT < 2) {
+                wgmma_narrow<kN>(d, a[half][step], whole_descriptor(x_tile + ((2 * i + half) * kN * 128 + step * 32) / 16));
+              } else {
+                d[step & 1] += __uint_as_float(a[half][step][0] ^ a[half][step][1] ^ scale_low ^ scale_high);
+              }
+            }
+            wgmma_commit();
+          }
+        }
+        scales += 8;
+      }
+      wgmma_wait<0>();
+      settle(d);
+      const int tile = own - number * tiles;
+      finish_turned_tile<kN, kGateUp>(c, h, tile, d, order, place);
+      if constexpr (!kGateUp) {
+        if (c.counters != nullptr) add_up_tile_if_last(c, tile, num_hits, last_flag);
+      }
+    }
+    item = last;
+  }
+  if constexpr (!kGateUp) {
+    if (!has_waited) {
+      wait_for_kernel_before();
+      let_next_kernel_start();
+    }
+    if (c.counters != nullptr && num_hits == 0) {
+      const int tokens = c.pairs / c.chosen;
+      for (int i = blockIdx.x * kThreads + threadIdx.x; i < tokens * c.rows; i += gridDim.x * kThreads) {
+        c.out[i] = __float2bfloat16(0.0f);
+      }
+    }
+  }
+}
+
+}  // namespace rose::moe_decode

@@ -1,0 +1,53 @@
+// Runs the kernel of ring.cuh on threads of a CPU, one block after the other.
+#include "ring.cuh"
+
+namespace rose::moe_decode {
+alignas(1024) uint8_t shared[512 << 10];
+}
+
+using namespace rose::moe_decode;
+
+template <bool kGateUp, int kN, int kGroups, int kStages, int kColumns>
+int run(const Call& call, int blocks) {
+  const CUtensorMap map = {call.codes, kColumns / 2, int64_t(call.experts) * call.rows};
+  const int threads = kGroups * 128;
+  const int bytes = RingLayout::make<kN, kGroups, kStages>(call).total;
+  for (int b = 0; b < blocks; ++b) {
+    std::memset(shared, 0xFF, sizeof shared);  // NaN everywhere
+    Block state(threads);
+    std::vector<std::thread> running;
+    for (int i = 0; i < threads; ++i) {
+      running.emplace_back([=, &call, &map, &state] {
+        block = &state;
+        threadIdx.x = i, blockIdx.x = b, gridDim.x = blocks;
+        ring_kernel<kGateUp, kN, kGroups, kStages, kColumns>(call, map);
+      });
+    }
+    for (auto& t : running) t.join();
+    for (size_t i = bytes; i < sizeof shared; ++i) {
+      if (shared[i] != 0xFF) std::abort();
+    }
+  }
+  return 0;
+}
+
+// Rows of 5, 5.5 and 8.75 groups of 128 columns: the last chunk of two is half, quarter and whole.
+template <bool kGateUp, int kN, int kGroups, int kStages>
+int run_columns(const Call& call, int blocks) {
+  if (call.columns == 640) return run<kGateUp, kN, kGroups, kStages, 640>(call, blocks);
+  if (call.columns == 704) return run<kGateUp, kN, kGroups, kStages, 704>(call, blocks);
+  if (call.columns == 1120) return run<kGateUp, kN, kGroups, kStages, 1120>(call, blocks);
+  return 1;
+}
+
+template <bool kGateUp>
+int dispatch_ring(const Call& call, int width, int groups, int stages, int blocks, int, void*) {
+  if (width == 8 && groups == 2 && stages == 3) return run_columns<kGateUp, 8, 2, 3>(call, blocks);
+  if (width == 16 && groups == 1 && stages == 2) return run_columns<kGateUp, 16, 1, 2>(call, blocks);
+  if (width == 24 && groups == 1 && stages == 3) return run_columns<kGateUp, 24, 1, 3>(call, blocks);
+  return 1;
+}
+
+using cudaStream_t = void*;
+using rose::moe_decode::Call;
+#include "ring_launchers.cuh"

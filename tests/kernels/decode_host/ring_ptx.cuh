@@ -1,0 +1,43 @@
+// The functions of benchmarks/unbound/ring_ptx.cuh on a CPU.
+#pragma once
+
+#include "decode_ptx.cuh"
+#include "wgmma_narrow.cuh"
+
+#define __grid_constant__
+
+// A matrix of bytes, and boxes of 64 rows by 128 bytes with 128-byte swizzle.
+struct CUtensorMap {
+  const uint8_t* base;
+  int64_t width, rows;
+};
+
+namespace rose::moe_decode {
+
+inline uint32_t descriptor_low(uint32_t address) { return descriptor_swizzle128(address) / 16; }
+inline uint64_t whole_descriptor(uint32_t low) { return uint64_t(low) * 16; }
+
+inline void arrive_expect_if(bool does, uint32_t barrier, uint32_t bytes) {
+  if (does) mbarrier_arrive_expect(barrier, bytes);
+}
+inline void bulk_load_if(bool does, uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  if (does) bulk_load(to, from, bytes, barrier);
+}
+inline void tma_load_2d_if(bool does, uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y) {
+  if (!does) return;
+  if (to % 1024) std::abort();
+  for (int row = 0; row < 64; ++row) {
+    for (int i = 0; i < 128; ++i) {
+      uint32_t place = to + row * 128 + i;
+      place ^= ((place >> 7) & 7) << 4;
+      const bool is_in = x + i < map->width && y + row < map->rows;
+      shared[place] = is_in ? map->base[(y + row) * map->width + x + i] : 0;
+    }
+  }
+  std::lock_guard lock(barrier_mutex);
+  Barrier& b = barriers.at(barrier);
+  b.pending_bytes -= 64 * 128;
+  settle(b);
+}
+
+}  // namespace rose::moe_decode
