@@ -59,6 +59,12 @@ def test_structured_output_is_parsed(client):
         final = stream.get_final_completion()
     assert final.choices[0].message.parsed == Trip(city="Oslo", days=[3, 4])
     assert {"city": "Oslo"} in partial
+    response = client.responses.parse(model="m", input="Book it", text_format=Trip)
+    assert response.output_parsed == Trip(city="Oslo", days=[3, 4])
+    with client.responses.stream(model="m", input="Book it", text_format=Trip) as stream:
+        kinds = [event.type for event in stream]
+        assert stream.get_final_response().output_parsed == Trip(city="Oslo", days=[3, 4])
+    assert "response.reasoning_text.done" in kinds
 
 
 def test_tool_arguments_are_parsed(client):
