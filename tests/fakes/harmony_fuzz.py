@@ -245,8 +245,8 @@ class Checker:
             event = TokensEvent(request_id="", token_ids=cut or [])
             text = choice.plain(event) if sent and cut is not None else ""
             if text:  # as `ChunkSource` does it
-                sent.append(encode(text).join(writer.template(0, *choice.continues)))
-                kind, index = choice.continues
+                sent.append(encode(text).join(writer.template(0, *choice.decoder.continues)))
+                kind, index = choice.decoder.continues
                 deltas = [Delta(kind=kind, index=index, text=text)]
             else:
                 deltas = choice.finish(reason) if cut is None else choice.take(event)

@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from rose.frontend.client import EngineClient, RequestEvent, Submission
 from rose.frontend.errors import RequestError
-from rose.frontend.formatters.base import Answer, AnswerDecoder, Delta, DeltaKind
+from rose.frontend.formatters.base import Answer, AnswerDecoder, Delta
 from rose.frontend.logprobs import ContentLogprobs
 from rose.frontend.metrics import Metrics
 from rose.frontend.reasoning import ReasoningMode, shown
@@ -66,7 +66,8 @@ class ChoiceRun:
         self.num_cached_tokens = 0
         self.num_reasoning_tokens = 0
         self.recoveries: list[str] = []
-        self._decoder = decoder
+        self.decoder = decoder
+        self._plain = decoder.plain
         self._stops = StopStrings(stop_strings)
         self._max_calls = max_calls
         self._calls_as_text = calls_as_text
@@ -89,7 +90,7 @@ class ChoiceRun:
         if self._logprobs is not None and event.logprobs is not None:
             deltas = self._take_scored(self._logprobs, event)
         else:
-            deltas = self._filter(self._decoder.push(event.token_ids))
+            deltas = self._filter(self.decoder.push(event.token_ids))
         if self.finish_reason is not None:
             self._close("stop")
         return self._echoed(shown(deltas, self._reasoning))
@@ -98,15 +99,10 @@ class ChoiceRun:
         """Take one token the short way; see `AnswerDecoder.plain`. Empty: `take` must take the event."""
         if not self._is_simple or self.num_output_tokens == 0 or len(event.token_ids) != 1:
             return ""
-        text = self._decoder.plain(event.token_ids[0])
+        text = self._plain(event.token_ids[0])
         if text:
             self.num_output_tokens += 1
         return text
-
-    @property
-    def continues(self) -> tuple[DeltaKind, int]:
-        """Return kind and index of the delta that `plain` has just left out."""
-        return self._decoder.continues
 
     def finish(self, reason: str) -> list[Delta]:
         """Take the engine's end; return what was held back."""
@@ -115,7 +111,7 @@ class ChoiceRun:
         if self.finish_reason is None:
             held = self._stops.finish()
             deltas += [Delta(kind="content", text=held)] if held else []
-            reason = self._decoder.answer().finish_reason
+            reason = self.decoder.answer().finish_reason
             is_hidden_call = self._calls_as_text and reason == "tool_calls"
             self.finish_reason = "stop" if is_hidden_call else reason
         if self._logprobs is not None:
@@ -130,14 +126,14 @@ class ChoiceRun:
 
     def answer(self) -> Answer:
         """Return everything so far as the decoder has it: nothing hidden, nothing cut."""
-        return self._decoder.answer()
+        return self.decoder.answer()
 
     def _take_scored(self, logprobs: ContentLogprobs, event: TokensEvent) -> list[Delta]:
         """Take tokens one by one, so that each is known by the text it brought."""
         deltas: list[Delta] = []
         for token_id, entry in zip(event.token_ids, event.logprobs or (), strict=True):
             logprobs.take(token_id, entry)
-            raw = self._decoder.push([token_id])
+            raw = self.decoder.push([token_id])
             passed = self._filter(raw)
             self._attach(logprobs, raw, passed)
             deltas += passed
@@ -163,8 +159,8 @@ class ChoiceRun:
             content[-1].scores += scores
 
     def _close(self, reason: str) -> list[Delta]:
-        rest = self._decoder.finish(reason)
-        answer = self._decoder.answer()
+        rest = self.decoder.finish(reason)
+        answer = self.decoder.answer()
         self.num_reasoning_tokens = answer.num_reasoning_tokens
         self.recoveries = answer.recoveries
         return rest
@@ -373,16 +369,8 @@ class PieceMaker:
 
     def __init__(self, job: Job, metrics: Metrics) -> None:
         pairs = zip(job.requests, job.runs, strict=True)
-        self._runs = {request.request_id: run for request, run in pairs}
-        self._watch = metrics.watch(job.started)
-
-    def plain(self, event: TokensEvent) -> tuple[ChoiceRun, str]:
-        """Take tokens the short way, if there is one: return the choice and the text, empty: `take` must take them."""
-        run = self._runs[event.request_id]
-        text = run.plain(event)
-        if text:
-            self._watch.token(event.request_id)
-        return run, text
+        self.runs = {request.request_id: run for request, run in pairs}
+        self.watch = metrics.watch(job.started)
 
     def take(self, event: RequestEvent, events: Submission) -> Piece | None:
         """Return what an event adds, if anything; a request whose answer is complete early is aborted.
@@ -391,10 +379,10 @@ class PieceMaker:
         """
         if isinstance(event, ErrorEvent):
             raise RequestError.of_event(event)
-        run = self._runs[event.request_id]
+        run = self.runs[event.request_id]
         if isinstance(event, FinishedEvent):
             return _last_piece(run, event)
-        self._watch.tokens(event.request_id, len(event.token_ids))
+        self.watch.tokens(event.request_id, len(event.token_ids))
         is_first = run.num_output_tokens == 0
         deltas = run.take(event)
         if run.finish_reason is not None:

@@ -10,12 +10,11 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
-from functools import partial
 from typing import Any, Protocol
 
 from starlette.types import Receive, Scope, Send
 
-from rose.frontend.client import EngineClient, Submission
+from rose.frontend.client import EngineClient, Shortcut, Submission
 from rose.frontend.errors import RequestError, error_body
 from rose.frontend.formatters.base import DeltaKind
 from rose.frontend.generation import ChoiceRun, Job, Piece, PieceMaker, pieces
@@ -100,7 +99,7 @@ class JobSource(ABC):
         """Yield the events as they come."""
         maker = PieceMaker(self._job, self._metrics)
         async with self._client.submit(*self._job.requests) as events:
-            events.shortcut = partial(self._send_at_once, maker, events)
+            events.shortcut = self._shortcut(maker, events)
             async for event in events:
                 if isinstance(event, bytes):
                     yield event
@@ -111,23 +110,31 @@ class JobSource(ABC):
         self._metrics.finished(self._job)
         yield self.end()
 
-    def _send_at_once(
-        self, maker: PieceMaker, events: Submission, event: TokensEvent
-    ) -> TokensEvent | bytes | Exception | None:
-        """Send tokens while `parts` waits for them."""
-        if self.send_now is None:
-            return event
-        try:
-            run, text = maker.plain(event)
-            if text:
-                part = self.plain_lines(run, text)
-                return None if self.send_now(part) else part
-            piece = maker.take(event, events)
-            part = b"" if piece is None else self.lines(piece)
-            is_end = piece is not None and piece.finish_reason is not None
-            return part if is_end or (part and not self.send_now(part)) else None
-        except Exception as bug:  # noqa: BLE001 - for the task of this answer; here it would end everybody's
-            return bug
+    def _shortcut(self, maker: PieceMaker, events: Submission) -> Shortcut:
+        """Return what sends tokens while `parts` waits for them."""
+        # One function, and names bound once: it runs for every token of every stream.
+        runs, token_came, plain_lines = maker.runs, maker.watch.token, self.plain_lines
+
+        def send_at_once(event: TokensEvent) -> TokensEvent | bytes | Exception | None:
+            send_now = self.send_now
+            if send_now is None:
+                return event
+            try:
+                request_id = event.request_id
+                run = runs[request_id]
+                text = run.plain(event)
+                if text:
+                    token_came(request_id)
+                    part = plain_lines(run, text)
+                    return None if send_now(part) else part
+                piece = maker.take(event, events)
+                part = b"" if piece is None else self.lines(piece)
+                is_end = piece is not None and piece.finish_reason is not None
+                return part if is_end or (part and not send_now(part)) else None
+            except Exception as bug:  # noqa: BLE001 - for the task of this answer; here it would end everybody's
+                return bug
+
+        return send_at_once
 
 
 class ChunkSource(JobSource):
@@ -150,9 +157,10 @@ class ChunkSource(JobSource):
     def plain_lines(self, run: ChoiceRun, text: str) -> bytes:
         """Return the chunk of some text."""
         # The same objects until another message of the choice begins, or another choice is written.
-        if run.continues is not self._continues or run is not self._run:
-            self._run, self._continues = run, run.continues
-            self._parts = self._writer.template(run.index, *run.continues)
+        continues = run.decoder.continues
+        if continues is not self._continues or run is not self._run:
+            self._run, self._continues = run, continues
+            self._parts = self._writer.template(run.index, *continues)
         return encode(text).join(self._parts)
 
     def end(self) -> bytes:
