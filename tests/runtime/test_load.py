@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import pytest
 
@@ -11,6 +12,7 @@ from rose.config.engine import EngineConfig, KernelsConfig
 from rose.config.parallel import ParallelConfig
 from rose.config.scheduler import SchedulerConfig
 from rose.engine.engine import LLMEngine
+from rose.kernels import invariant, invariant_attention
 from rose.models.gpt_oss.checkpoints import configuration, synthesise
 from rose.protocol.request import Request
 from rose.protocol.sampling_params import SamplingParams
@@ -94,3 +96,19 @@ def test_the_original_layout_is_gpt_oss(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"num_experts": 4, "swiglu_limit": 7.0}))
     (tmp_path / "model.safetensors").write_bytes(b"")
     assert find_architecture(tmp_path).architecture == "gpt_oss"
+
+
+def test_a_machine_that_cannot_be_batch_invariant_serves_without_it_unless_asked(
+    folder, monkeypatch, caplog
+):
+    monkeypatch.setattr(
+        invariant, "equal_rows_problem", lambda *_: "products give a row other bits"
+    )
+    monkeypatch.setattr(invariant_attention, "equal_rows_problem", invariant.equal_rows_problem)
+    with caplog.at_level(logging.WARNING):
+        loaded = load_model(_config(folder), CPU, lambda _: None)
+    assert loaded.config.kernels.batch_invariant is False
+    assert "attention_prefill, attention_decode have no implementation" in caplog.text
+    kernels = KernelsConfig(batch_invariant=True)
+    with pytest.raises(ConfigError, match=r"kernels.batch_invariant was asked for on cpu"):
+        load_model(_config(folder, kernels=kernels), CPU, lambda _: None)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rose.utils.errors import ConfigError
+from rose.utils.errors import InvarianceError
 
 TILE_ROWS = 8
 """Rows of every product. More make prefill faster and a lone sequence slower (docs/numerics.md has the cost)."""
@@ -157,7 +157,7 @@ def require_equal_rows(factor: Factor) -> Factor:
     """Try whether products give a row the same bits at each place of a tile, and beside whatever rows.
 
     Returns  the factor
-    Raises   ConfigError where it does not: this machine's library cannot serve the mode
+    Raises   InvarianceError where it does not: this machine's library cannot serve the mode
     """
     matrix_KN = factor.matrix_KN
     if matrix_KN.is_meta:
@@ -171,7 +171,7 @@ def require_equal_rows(factor: Factor) -> Factor:
     same_MN = y_nMN.diagonal().T
     alone_N = factor.times(row_K.unsqueeze(0))[0]
     if not (same_MN == alone_N).all():
-        raise ConfigError(
+        raise InvarianceError(
             f"kernels.batch_invariant is on, but this machine's matrix products of {TILE_ROWS} rows with a matrix "
             f"{list(matrix_KN.T.shape)} give a row other bits at other places; change kernels.batch_invariant to off"
         )

@@ -19,7 +19,7 @@ from rose.parallel.group import ParallelGroup
 from rose.parallel.single import SingleGroup
 from rose.utils.device import CPU, DeviceFacts
 from rose.utils.dtypes import torch_dtype
-from rose.utils.errors import ConfigError
+from rose.utils.errors import InvarianceError
 
 
 class LayerBuild:
@@ -102,11 +102,11 @@ class LayerBuild:
     def require_invariant(self) -> None:
         """Refuse the batch-invariant mode where an operation of the (dry) model cannot follow it.
 
-        Raises  ConfigError naming all of them
+        Raises  InvarianceError naming all of them
         """
         if self._not_invariant:
             activations = self.quant.activations
-            raise ConfigError(
+            raise InvarianceError(
                 f"kernels.batch_invariant was asked for on {self.device.name} with {activations} activations; there "
                 f"{', '.join(self._not_invariant)} have no implementation yet whose results do not depend on the "
                 "batch; allowed: a CPU with float32 or bf16 activations; change kernels.batch_invariant to off"

@@ -38,6 +38,8 @@ class Assembly:
     memory: MemoryPlan
     context_tokens: int
     """Limit of the model and the configuration, whatever KV can hold."""
+    measured: MemoryUse
+    """What was found after loading; on a CPU weights alone."""
     memory_lines: tuple[str, ...]
     """The plan in words; where it was printed before loading, how it came out."""
 
@@ -99,6 +101,7 @@ def assemble(
         layout=layout,
         memory=memory,
         context_tokens=context_tokens,
+        measured=use,
         memory_lines=tuple(lines),
     )
 

@@ -44,7 +44,7 @@ def footprint(
     """Return what weights, relayouts, the largest step, graphs and tables take.
 
     Units    config is resolved; context_tokens: the longest sequence that may come
-    Raises   ConfigError where the batch-invariant mode was asked for and kernels for it are missing
+    Raises   InvarianceError where the batch-invariant mode was asked for and kernels for it are missing
     """
     layout = CacheLayout.of(
         model_config, config.cache, kv_format=config.quant.kv, tp=config.parallel.tp

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rose.config.engine import EngineConfig
@@ -15,7 +15,7 @@ from rose.runtime.before_load import Planner
 from rose.runtime.limits import require_one_device
 from rose.runtime.memory import MemoryPlan
 from rose.utils.device import DeviceFacts, free_bytes
-from rose.utils.errors import CheckpointError
+from rose.utils.errors import CheckpointError, InvarianceError
 from rose.utils.log import get_logger
 from rose.weights.loader import Progress
 from rose.weights.reader import config_path, read_json
@@ -38,6 +38,17 @@ def load_model(config: EngineConfig, device: DeviceFacts, report: Callable[[str]
 
     Raises   ConfigError, ContractError, CheckpointError
     """
+    try:
+        return _load(config, device, report)
+    except InvarianceError as error:
+        if config.kernels.batch_invariant is not None:
+            raise
+        _logger.warning("%s; nobody asked for it, so it is off", error)
+        kernels = replace(config.kernels, batch_invariant=False)
+        return _load(replace(config, kernels=kernels), device, report)
+
+
+def _load(config: EngineConfig, device: DeviceFacts, report: Callable[[str], None]) -> Loaded:
     folder = Path(config.model)
     model_entry = find_architecture(folder)
     weights = model_entry.weights

@@ -22,5 +22,9 @@ class CheckpointError(ConfigError):
     """A checkpoint that cannot be used: missing, truncated, misshapen or unknown tensors."""
 
 
+class InvarianceError(ConfigError):
+    """The batch-invariant mode cannot be had here: kernels are missing, or this machine's products do not serve it."""
+
+
 class ContractError(RoseError):
     """A kernel was bound to, or called with, something its contract does not allow."""
