@@ -60,7 +60,7 @@ async def engine_process(command: Sequence[str]) -> AsyncIterator[EngineProcess]
         stdin=asyncio.subprocess.DEVNULL,
         # A session of its own: Ctrl-C reaches the frontend alone, which then ends the engine in order.
         start_new_session=True,
-        preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+        preexec_fn=end_with_parent if sys.platform == "linux" else None,
     )
     engine = EngineProcess(process)
     try:
@@ -76,6 +76,7 @@ def private_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """End this process with its parent; runs in the child before exec."""
     # Runs in the child before exec: a frontend that is killed hard must not leave a GPU occupied.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

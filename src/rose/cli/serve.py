@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import importlib.util
 import json
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -144,10 +145,11 @@ def run(launch: Launch, config: FrontendConfig) -> int:
 
 
 async def _run(launch: Launch, config: FrontendConfig, announcer: Announcer) -> int:
+    from rose.cli.frontends import Children, ChildSpec, EngineNotice, shared_config
     from rose.cli.supervisor import Supervisor
     from rose.frontend.formatters.registry import build_formatter
     from rose.frontend.jobs import Formatters
-    from rose.frontend.main import Frontend
+    from rose.frontend.main import Frontend, listen
     from rose.frontend.tokenizer import load_tokenizer
 
     # The tokenizer first: a folder without a usable one is refused before any weight is read.
@@ -155,20 +157,35 @@ async def _run(launch: Launch, config: FrontendConfig, announcer: Announcer) -> 
     formatters = Formatters(
         chat=build_formatter(config.formatter, tokenizer), text=build_formatter("plain", tokenizer)
     )
-    frontend = Frontend(
-        config,
-        formatters=formatters,
-        model_names=launch.model_names,
-        announce=announcer,
-    )
     with private_folder() as folder:
+        listener, children = listen(config), None
+        if config.frontends > 1:
+            config = shared_config(config, folder)
+            spec = ChildSpec(
+                config=config,
+                model_folder=str(launch.model_folder) if launch.model_folder else None,
+                model_names=launch.model_names,
+                folder=str(folder),
+                listener=listener.fileno(),
+                log_level=logging.getLogger("rose").level,
+            )
+            children = Children(spec, announce=announcer)
+        frontend = Frontend(
+            config,
+            formatters=formatters,
+            model_names=launch.model_names,
+            announce=announcer,
+            children=children,
+            shared_folder=folder if children else None,
+        )
         supervisor = Supervisor(
             launch.command,
             folder,
             max_restarts=config.max_engine_restarts,
             announce=announcer,
+            tell=lambda address, reason: EngineNotice(address=address, reason=reason).write(folder),
         )
-        code = await frontend.run(supervisor.keep)
+        code = await frontend.run(supervisor.keep, listener=listener)
         # An engine that refused its configuration has said why; its exit code is ours.
         return EXIT_USER_ERROR if supervisor.exit_code == EXIT_USER_ERROR else code
 

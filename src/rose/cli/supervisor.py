@@ -37,11 +37,14 @@ class Supervisor:
         *,
         max_restarts: int,
         announce: Announce,
+        tell: Callable[[str | None, str], None] = lambda _address, _reason: None,
     ) -> None:
         self._command = command
         self._folder = folder
         self._max_restarts = max_restarts
         self._announce = announce
+        self._tell = tell
+        """Called with the address of each engine that is started, and with None and why when it is gone."""
         self._num_engines = 0
         self.exit_code: int | None = None
         """Of the last engine that ended by itself; negative is the signal that killed it."""
@@ -75,6 +78,7 @@ class Supervisor:
         address = f"ipc://{self._folder}/engine-{self._num_engines}"
         async with engine_process(self._command(address, self._folder)) as engine:
             client.attach(FrontendEndpoint(address))
+            self._tell(address, "")
             ready_since = await _until_lost(engine, client)
             hang = None if engine.death.done() else client.hang()
             if hang is not None:
@@ -85,6 +89,7 @@ class Supervisor:
         if ready_since is None and detail.startswith(FAILED_PREFIX):
             reason = detail.removeprefix(FAILED_PREFIX)
         client.mark_dead(reason)
+        self._tell(None, reason)
         return reason, None if ready_since is None else time.monotonic() - ready_since
 
 

@@ -10,6 +10,8 @@ from typing import Literal
 from rose.frontend.compat_metrics import PEERS, Peer
 from rose.utils.errors import ConfigError
 
+MAX_FRONTENDS = 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendConfig:
@@ -19,6 +21,8 @@ class FrontendConfig:
     """Address to listen on; 0.0.0.0 for all."""
     port: int = 8000
     """0 takes a free port and prints it."""
+    frontends: int = 1
+    """Processes that speak HTTP, render and parse, in front of the one engine: more where one cannot keep up."""
     served_model_name: tuple[str, ...] = ()
     """Names that requests may give as `model`; the first is the one answers carry. None given: the model's folder."""
     formatter: str = "harmony"
@@ -76,6 +80,10 @@ class FrontendConfig:
         problems = []
         if not 0 <= self.port <= 65535:
             problems.append(f"port={self.port}; allowed: 0 to 65535; change --port")
+        if not 1 <= self.frontends <= MAX_FRONTENDS:
+            problems.append(
+                f"frontends={self.frontends}; allowed: 1 to {MAX_FRONTENDS}; change --frontends"
+            )
         if self.max_request_bytes < 1024:
             problems.append(
                 f"max_request_bytes={self.max_request_bytes}; allowed: 1024 or more; change --max-request-bytes"

@@ -14,6 +14,8 @@ import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Protocol
 
 import uvicorn
 
@@ -24,6 +26,7 @@ from rose.frontend.config import FrontendConfig
 from rose.frontend.http import HttpProtocol
 from rose.frontend.jobs import Formatters, JobMaker
 from rose.frontend.metrics import Metrics
+from rose.frontend.siblings import PUBLISH_SECONDS, Siblings
 from rose.protocol.channel import FrontendEndpoint
 from rose.utils.errors import ConfigError
 
@@ -43,6 +46,14 @@ Announce = Callable[[str, str], None]
 """Called with a kind (listening, loading, ready, restarting, stopping, failed) and a text for people."""
 Supervise = Callable[[EngineClient], Awaitable[str]]
 """Keeps engines running for a client; returns the reason once it gives them up."""
+
+
+class Children(Protocol):
+    """Frontends in processes of their own, see `rose.cli.frontends`."""
+
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+    async def finish(self) -> None: ...
 
 
 class _Server(uvicorn.Server):
@@ -72,23 +83,32 @@ class Frontend:
         formatters: Formatters,
         model_names: tuple[str, ...],
         announce: Announce,
+        children: Children | None = None,
+        shared_folder: Path | None = None,
     ) -> None:
         self._config = config
+        self._children = children
+        """Further frontends, which start, stop and end with this one."""
+        self._siblings = None if shared_folder is None else Siblings(shared_folder)
         self._jobs = JobMaker(config, formatters, model_names=model_names)
         self._keys = read_keys(config, os.environ)
         self._scheme = _check_tls(config)
         self._announce = announce
+        self._metrics = Metrics(
+            peer=config.metrics_compat, model=model_names[0], siblings=self._siblings
+        )
         self._exit_code = EXIT_OK
         self._stops: set[asyncio.Task[None]] = set()
 
-    async def run(self, engines: str | Supervise) -> int:
+    async def run(self, engines: str | Supervise, *, listener: socket.socket | None = None) -> int:
         """Serve until a signal, or until the engines are given up; return the exit code.
 
         Units   engines: the address of an engine that somebody else keeps running, or what keeps engines running
                 for the client and returns, with the reason, once it gives them up
+                listener: what to listen on, where that is not to be made of the configuration
         Raises  ConfigError where the address cannot be listened on.
         """
-        listener = listen(self._config)
+        listener = listener or listen(self._config)
         is_supervised = not isinstance(engines, str)
         client = EngineClient(
             None if is_supervised else FrontendEndpoint(engines),
@@ -102,16 +122,21 @@ class Frontend:
         followers = [asyncio.create_task(self._follow(client))]
         if is_supervised:
             followers.append(asyncio.create_task(self._supervise(engines, client, server)))
+        if self._siblings is not None:
+            followers.append(asyncio.create_task(self._publish(self._siblings)))
+        if self._children is not None:
+            self._children.start()
         with self._signals(client, server):
             await server.serve(sockets=[listener])
+            if self._children is not None:
+                await self._children.finish()
         for task in (*followers, *self._stops):
             task.cancel()
         await asyncio.gather(*followers, *self._stops, return_exceptions=True)
         return self._exit_code
 
     def _server(self, client: EngineClient) -> _Server:
-        metrics = Metrics(peer=self._config.metrics_compat, model=self._jobs.model_names[0])
-        app = create_app(self._config, client, self._jobs, metrics, keys=self._keys)
+        app = create_app(self._config, client, self._jobs, self._metrics, keys=self._keys)
         return _Server(
             uvicorn.Config(
                 app,
@@ -127,6 +152,11 @@ class Frontend:
                 ),
             )
         )
+
+    async def _publish(self, siblings: Siblings) -> None:
+        while True:
+            siblings.publish(self._metrics.own_families())
+            await asyncio.sleep(PUBLISH_SECONDS)
 
     async def _follow(self, client: EngineClient) -> None:
         """Announce what the engine does, and each time it becomes ready."""
@@ -183,6 +213,8 @@ class Frontend:
         loop = asyncio.get_running_loop()
 
         def on_signal() -> None:
+            if self._children is not None:
+                self._children.stop()
             if client.is_draining:
                 self._end(client, server)
                 return

@@ -22,6 +22,7 @@ from rose.frontend.engine_metrics import EngineCollector
 if TYPE_CHECKING:
     from rose.frontend.client import EngineClient
     from rose.frontend.generation import Job
+    from rose.frontend.siblings import Siblings
 
 # gpt-oss on an H200 decodes in single milliseconds: the steps begin well below one.
 TOKEN_SECONDS = (
@@ -38,7 +39,11 @@ REQUEST_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 
 class Metrics:
     """Counters and histograms of one frontend."""
 
-    def __init__(self, *, peer: Peer = "none", model: str = "") -> None:
+    def __init__(
+        self, *, peer: Peer = "none", model: str = "", siblings: Siblings | None = None
+    ) -> None:
+        self._siblings = siblings
+        self._engine: EngineCollector | None = None
         self._peer: Peer = peer
         self._model = model
         registry = self.registry = CollectorRegistry()
@@ -88,7 +93,8 @@ class Metrics:
 
     def observe_engine(self, client: EngineClient) -> None:
         """Publish the engine's numbers as they are when somebody looks."""
-        self.registry.register(EngineCollector(client))
+        self._engine = EngineCollector(client)
+        self.registry.register(self._engine)
 
     def watch(self, started: float) -> TokenWatch:
         """Return a clock for the tokens of one client request."""
@@ -129,14 +135,29 @@ class Metrics:
         """Return everything in Prometheus' text format."""
         return generate_latest(_Page(self))  # type: ignore[arg-type]
 
-    def families(self) -> list[Metric]:
-        """Return everything, without the series that tell when each counter was made: they would double the page.
+    def own_families(self) -> list[Metric]:
+        """Return what this process counted, without the engine's numbers, which all processes see."""
+        return self._without_engine(self._collected())
+
+    def _without_engine(self, families: list[Metric]) -> list[Metric]:
+        names = {family.name for family in self._engine.collect()} if self._engine else set()
+        return [family for family in families if family.name not in names]
+
+    def _collected(self) -> list[Metric]:
+        """Return what is registered, without the series that tell when each counter was made: they double the page.
 
         The library can leave those out itself, but only for the whole process.
         """
         families = list(self.registry.collect())
         for family in families:
             family.samples = [s for s in family.samples if not s.name.endswith("_created")]
+        return families
+
+    def families(self) -> list[Metric]:
+        """Return everything, of all frontends of this server."""
+        families = self._collected()
+        if self._siblings is not None:
+            self._siblings.add_to(self._without_engine(families))
         return [*families, *translated(families, self._peer, model=self._model)]
 
 

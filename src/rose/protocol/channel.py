@@ -70,7 +70,8 @@ class EngineEndpoint:
         Raises  ProtocolError for a broken frame; the next call goes on with the next frame.
         """
         end = time.monotonic() + timeout_ms / 1000
-        self._read()
+        if not self._unread:
+            self._read()
         while not self._unread:
             # A greeting wakes it too, and is no message.
             left_ms = round((end - time.monotonic()) * 1000)

@@ -1,0 +1,133 @@
+"""Several frontend processes in front of one engine: requests spread, one server to the outside."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+import pytest
+
+from fakes.servers import RunningServer
+
+ANSWER = "<|channel|>final<|message|>The sum is 4.<|return|>"
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "2+2?"}]}
+NUM_FRONTENDS = 3
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    script = tmp_path_factory.mktemp("script") / "script.jsonl"
+    script.write_text(json.dumps({"text": ANSWER, "delay_ms": 1}))
+    options = ("--served-model-name", "m", "--frontends", str(NUM_FRONTENDS))
+    server = RunningServer("--scripted", str(script), *options)
+    _wait_for(lambda: len(_counts(server)) == NUM_FRONTENDS)
+    yield server
+    if server.process.poll() is None:
+        server.stop()
+
+
+def _wait_for(is_so, seconds=30):
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def _children(server):
+    """Return the command lines of the server's children, by process id."""
+    pids = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text()
+    found = {}
+    for pid in map(int, pids.split()):
+        found[pid] = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    return found
+
+
+def _frontends(server):
+    return {p: words for p, words in _children(server).items() if "rose.cli.frontends" in words}
+
+
+def _counts(server):
+    """Return the requests that each frontend has counted as answered with 200."""
+    words = next(iter(_frontends(server).values()), None)
+    if words is None:
+        return {}
+    counts = {}
+    for path in Path(words[3]).parent.glob("counts-*"):
+        if not path.suffix:
+            rows = msgspec.msgpack.decode(path.read_bytes())
+            done = [v for name, labels, v in rows if labels.get("status") == "200"]
+            counts[path.name] = sum(done)
+    return counts
+
+
+def _ask(server, path="/v1/chat/completions", body=CHAT):
+    """Ask on a connection of its own, so that any of the processes may take it; return status and text."""
+    address = urlsplit(server.url)
+    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=30)
+    with contextlib.closing(connection):
+        if body is None:
+            connection.request("GET", path)
+        else:
+            headers = {"content-type": "application/json"}
+            connection.request("POST", path, json.dumps(body), headers)
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+
+
+def test_requests_spread_over_processes_and_are_counted_together(server):
+    for number in range(60):
+        status, text = _ask(server, body={**CHAT, "stream": number % 2 == 0})
+        assert status == 200
+        assert "The sum is 4." in text or "data: [DONE]" in text
+    _wait_for(lambda: sum(_counts(server).values()) == 60)
+    assert sum(count > 0 for count in _counts(server).values()) > 1
+    for _ in range(6):  # whoever is asked
+        _, page = _ask(server, "/metrics", None)
+        [line] = [x for x in page.splitlines() if x.startswith("rose_requests_total{")]
+        assert 'endpoint="chat"' in line
+        assert float(line.split()[-1]) == 60
+        assert page.count("# TYPE rose_engine_ready ") == 1
+        assert "rose_engine_ready 1.0" in page
+
+
+def test_what_one_process_keeps_the_others_find(server):
+    _, text = _ask(server, "/v1/responses", {"model": "m", "input": "2+2?"})
+    response = json.loads(text)
+    for _ in range(12):
+        status, found = _ask(server, f"/v1/responses/{response['id']}", None)
+        assert status == 200
+        assert json.loads(found)["output"] == response["output"]
+
+
+def test_a_frontend_that_dies_is_replaced(server):
+    victim = next(iter(_frontends(server)))
+    os.kill(victim, signal.SIGKILL)
+    _wait_for(lambda: victim not in _children(server))
+    for _ in range(10):
+        assert _ask(server)[0] == 200
+    _wait_for(lambda: len(_frontends(server)) == NUM_FRONTENDS - 1)
+    assert any("a frontend ended" in line for line in server.lines)
+
+
+def test_an_engine_that_dies_is_replaced_for_all(server):
+    [engine] = set(_children(server)) - set(_frontends(server))
+    os.kill(engine, signal.SIGKILL)
+    _wait_for(lambda: engine not in _children(server))
+
+    def all_answer():
+        return all(_ask(server)[0] == 200 for _ in range(12))
+
+    _wait_for(all_answer)
+
+
+def test_a_signal_ends_all_of_them(server):
+    children = list(_children(server))
+    assert server.stop() == 0
+    _wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children))
