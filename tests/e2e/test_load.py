@@ -21,9 +21,6 @@ NUM_RUNNING = 64
 NUM_WAITING = 100
 SOAK_SECONDS = float(os.environ.get("ROSE_SOAK_SECONDS", "600"))
 """How long memory has to stay flat; less is for trying the test itself."""
-AT_ONCE_S = 2.0
-"""For the median of the refused. A refusal waits for the step that is under way, and for two cores that it shares with
-300 clients and their server."""
 LONGEST_REFUSAL_S = 15.0
 """Other work on the machine can hold up everything."""
 ALLOWED_GROWTH = 0.05
@@ -134,7 +131,10 @@ def test_accepted_requests_complete_others_are_refused_at_once_and_memory_stays_
         assert all(a.is_whole for a in accepted), next(a for a in accepted if not a.is_whole)
         assert len(accepted) >= NUM_RUNNING
         assert refused
-        assert statistics.median(a.seconds for a in refused) < AT_ONCE_S
+        # At once: not after those who were accepted. Both share two cores with 300 clients and their server.
+        assert statistics.median(a.seconds for a in refused) < statistics.median(
+            a.seconds for a in accepted
+        )
         assert max(a.seconds for a in refused) < LONGEST_REFUSAL_S
         assert all("rate_limit_exceeded" in a.text for a in refused)
         num_whole, num_refused = num_whole + len(accepted), num_refused + len(refused)

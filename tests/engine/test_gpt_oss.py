@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -116,19 +114,3 @@ def test_sampled_tokens_depend_on_the_seed_and_not_on_the_batch(model):
     assert together == alone
     other = SamplingParams(temperature=0.8, top_p=0.95, top_k=20, seed=12)
     assert together != [o.token_ids for o in _engine(model).generate(_requests(prompts, 16, other))]
-
-
-def test_a_request_does_not_depend_on_its_neighbours(model):
-    """The case eng-batch-invariance, by its tokens; bitwise equality needs the mode of a later issue."""
-    lines = Path(__file__).parents[1].joinpath("data/handed.jsonl").read_text().splitlines()
-    [case] = [c for c in map(json.loads, lines) if c["id"] == "eng-batch-invariance"]
-    generator = random.Random(9)
-    probe = [generator.randrange(50) for _ in range(20)]
-    outputs = set()
-    for count in case["input"]["neighbours"]:
-        prompts = [probe] + [
-            [generator.randrange(50) for _ in range(generator.randint(1, 60))] for _ in range(count)
-        ]
-        engine = _engine(model, sequences=32)
-        outputs.add(tuple(engine.generate(_requests(prompts, 64))[0].token_ids))
-    assert len(outputs) == 1

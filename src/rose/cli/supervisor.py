@@ -82,6 +82,8 @@ class Supervisor:
             ready_since = await _until_lost(engine, client)
             hang = None if engine.death.done() else client.hang()
             if hang is not None:
+                # Told first: a process that waits for a device may take a while to go.
+                client.mark_dead(hang)
                 await engine.kill()
             self.exit_code = engine.exit_code
             reason = hang or engine.death.result()
