@@ -83,7 +83,6 @@ CLOCK = {
     },
 }
 TOOLS = [WEATHER, CLOCK]
-END_ID = load_tokenizer(EMBEDDED_MODEL).control_id("<|end|>")
 SCHEMAS = {t["function"]["name"]: t["function"]["parameters"] for t in TOOLS}
 CLOCK_SCHEMA = SCHEMAS["clock"]
 SMALL = {"type": "json_schema", "json_schema": {"name": "clock", "schema": CLOCK_SCHEMA}}
@@ -131,13 +130,12 @@ def _said(text="What is the weather in Paris?"):
 
 
 def _bodies(count, **fields):
-    """Bodies with seeds of their own. The bias lets a model end its reasoning that has not learnt to."""
+    """Bodies with seeds of their own."""
     texts = ["What is the weather in Paris?", "2+2?", "Tell me of a book.", "Ωμέγα 😀 <|end|>"]
     return [
         {
             "messages": _said(texts[seed % len(texts)]),
             "seed": seed,
-            "logit_bias": {str(END_ID): 8},
             **fields,
         }
         for seed in range(count)

@@ -19,8 +19,6 @@ import pytest
 from fakes.servers import RunningServer
 
 CONTEXT_TOKENS = 512
-END_ID = 200007
-"""Of `<|end|>` in o200k_harmony."""
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "2+2?"}], "max_tokens": 8}
 
 
@@ -190,10 +188,9 @@ SCHEMA = {
 
 
 def _value(server, seed):
-    """Return an answer of SCHEMA. The bias ends the model's reasoning, which it has never learnt to do."""
+    """Return an answer of SCHEMA; the model has never learnt to end its reasoning, which ends all the same."""
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
-    bias = {str(END_ID): 60}
-    answer = _chat(server, response_format=form, seed=seed, max_tokens=200, logit_bias=bias)
+    answer = _chat(server, response_format=form, seed=seed, max_tokens=160)
     [choice] = answer["choices"]
     assert choice["finish_reason"] == "stop"
     return json.loads(choice["message"]["content"])

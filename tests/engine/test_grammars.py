@@ -38,9 +38,9 @@ from rose.sampling.reference import adjusted
 SETTINGS = [
     {},
     {"budget": 16},
-    {"kv_tokens": 256},
+    {"kv_tokens": 144},
     {"is_overlapped": True},
-    {"is_overlapped": True, "kv_tokens": 256, "budget": 32},
+    {"is_overlapped": True, "kv_tokens": 144, "budget": 32},
 ]
 SCHEMA = {
     "type": "object",
@@ -62,6 +62,7 @@ KINDS = [
     constraint((WORDS, [[]]), (f"start: {JSON} <[96]>", [[GO]]), banned=[END]),
     constraint(("start: /[0-9]{1,3}/ <[96]>", [text_tokens("a"), text_tokens("b"), [GO]])),
     constraint((WORDS, [[GO], text_tokens("x")]), banned=[END]),
+    constraint((f"start: {JSON} <[96]>", []), banned=[GO, END], late=0, late_after=9),
 ]
 
 
@@ -94,7 +95,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def _requests(count=12, seed=0):
+def _requests(count=14, seed=0):
     generator = random.Random(seed)
     often = {GO: 3.0}
     kinds = [
@@ -366,6 +367,24 @@ def test_a_slot_that_had_a_mask_is_free_for_the_next_sequence():
     )
     engine.generate([held])
     assert engine.generate([free])[0].token_ids == expected_output([9], 6)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "text"),
+    [
+        (msgspec.structs.replace(KINDS[0], late=1), "late=1; allowed: a place"),
+        (
+            msgspec.structs.replace(KINDS[0], grammars=KINDS[0].grammars * 65),
+            "65 grammars; allowed: 64",
+        ),
+    ],
+)
+def test_a_constraint_that_makes_no_sense_is_refused(constraint, text):
+    [error] = _engine().add(
+        Request(request_id="r", prompt_token_ids=[1], max_tokens=3, constraint=constraint)
+    )
+    assert error.code == "invalid_request"
+    assert text in error.message
 
 
 def test_grammars_waiting_to_be_built_count_as_a_queue():

@@ -30,12 +30,13 @@ def tiny_vocabulary() -> Vocabulary:
     )
 
 
-def constraint(*grammars: tuple[str, list[list[int]]], banned=()) -> Constraint:
+def constraint(*grammars: tuple[str, list[list[int]]], banned=(), **late) -> Constraint:
     """Return a constraint of (text, starts)."""
     return Constraint(
         vocabulary=tiny_vocabulary().key,
         grammars=[Grammar(text=text, starts=starts) for text, starts in grammars],
         banned_ids=list(banned),
+        **late,
     )
 
 
@@ -75,5 +76,11 @@ class NaiveFollower:
         for grammar in self._constraint.grammars:
             for start in grammar.starts:
                 if output[len(output) - len(start) :] == start and (start or not output):
-                    return LLMatcher(self._tokens, LLMatcher.grammar_from_lark(grammar.text))
-        return None
+                    return self._matcher(grammar)
+        late = self._constraint.late
+        if late is None or len(output) < self._constraint.late_after:
+            return None
+        return self._matcher(self._constraint.grammars[late])
+
+    def _matcher(self, grammar):
+        return LLMatcher(self._tokens, LLMatcher.grammar_from_lark(grammar.text))

@@ -92,6 +92,7 @@ def _problems(request: Request, vocab_size: int) -> list[str]:
         if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
             index = next(i for i, t in enumerate(ids) if not 0 <= t < vocab_size)
             problems.append(f"{name}[{index}]={ids[index]}; allowed: 0 to {vocab_size - 1}")
+    problems += request.constraint.problems() if request.constraint is not None else []
     minimum = request.sampling.min_tokens
     if minimum > max(1, request.max_tokens):
         problems.append(f"min_tokens={minimum}; allowed: 0 to max_tokens={request.max_tokens}")

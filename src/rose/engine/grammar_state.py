@@ -37,7 +37,7 @@ class GrammarState:
         """Tokens of the sequence that this state knows of."""
 
     def started_by(self, token_ids: list[int], first: int) -> int | None:
-        """Return which grammar begins to rule after an output, None for none.
+        """Return which grammar begins to rule after an output that none rules, None for none.
 
         Units    token_ids: of the sequence; first: the place where its output begins
         """
@@ -45,7 +45,9 @@ class GrammarState:
             place = len(token_ids) - len(start)
             if place >= first and token_ids[place:] == start and (start or place == first):
                 return which
-        return None
+        constraint = self.constraint
+        is_late = len(token_ids) - first >= constraint.late_after
+        return constraint.late if is_late else None
 
     def build(self, first: int | None) -> Matcher | None:
         """Build every grammar, so that errors come before the first token; then `begin` the first."""

@@ -41,6 +41,10 @@ from rose.protocol.event import EngineStatus
 from rose.protocol.grammar import Constraint
 from rose.protocol.request import Request, problems_of_limits
 
+ANSWER_SHARE = 4
+"""Where an answer in a given form must come, this part of the tokens is kept for it: reasoning ends before. A guess."""
+MAX_ANSWER_TOKENS = 4096
+"""Most tokens so kept."""
 COMPLETION_DEFAULT_TOKENS = 16
 """OpenAI's default of max_tokens on /v1/completions."""
 
@@ -221,9 +225,9 @@ class JobMaker:
         _add_requests(job, request, [prompt], [budget], status, ask.logprobs)
         if ask.constraint is not None:
             _check_with_constraint(request)
-            job.requests = [
-                msgspec.structs.replace(r, constraint=ask.constraint) for r in job.requests
-            ]
+            late_after = budget - min(budget // ANSWER_SHARE, MAX_ANSWER_TOKENS)
+            constraint = msgspec.structs.replace(ask.constraint, late_after=late_after)
+            job.requests = [msgspec.structs.replace(r, constraint=constraint) for r in job.requests]
         return job
 
     async def completion(

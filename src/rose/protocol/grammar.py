@@ -46,6 +46,19 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     grammars: list[Grammar]
     banned_ids: list[int] = []
     """Never chosen while no grammar rules."""
+    late: int | None = None
+    """Place in `grammars` of the one that also begins to rule after `late_after` tokens of output, where none does."""
+    late_after: int = 0
+
+    def problems(self) -> list[str]:
+        """Return what makes no sense, as asked / allowed."""
+        count = len(self.grammars)
+        problems = []
+        if count > MAX_GRAMMARS:
+            problems.append(f"constraint has {count} grammars; allowed: {MAX_GRAMMARS} at most")
+        if self.late is not None and not 0 <= self.late < count:
+            problems.append(f"late={self.late}; allowed: a place among {count} grammars, or none")
+        return problems
 
 
 def vocabulary_key(tokens: Iterable[bytes], control_ids: Iterable[int], end_id: int) -> str:

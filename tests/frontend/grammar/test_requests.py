@@ -234,11 +234,16 @@ def test_the_messages_that_may_be_written(asked, texts_of, o200k, body, first, l
     response, [request] = asked[json.dumps(body)]
     assert response.status_code == 200
     grammars = request.constraint.grammars
-    assert [g.starts for g in grammars] == [[[]], [[o200k.control_id("<|end|>")]]]
-    assert [_messages(text) for text in texts_of(request)] == [first, later]
+    end, is_open = o200k.control_id("<|end|>"), "preamble" in first
+    late = [] if is_open else [[]]
+    assert [g.starts for g in grammars] == [[[]], [[end]], *late]
+    assert [_messages(text) for text in texts_of(request)] == [first, *[later] * (1 + len(late))]
+    # A quarter of the tokens is kept for an answer that must come.
+    assert request.constraint.late == (None if is_open else 2)
+    kept = min(request.max_tokens // 4, 4096)
+    assert request.constraint.late_after == request.max_tokens - kept
     ends = {o200k.control_name(i) for i in range(o200k.vocab_size)} - {None}
     ends -= {o200k.control_name(i) for i in request.constraint.banned_ids}
-    is_open = "preamble" in first
     assert ends == ({"<|end|>", "<|return|>", "<|call|>"} if is_open else {"<|end|>"})
 
 

@@ -57,3 +57,5 @@ class AnswerRules:
     rules: tuple[AnswerRule, ...]
     banned_ids: tuple[int, ...]
     """Never chosen while no rule rules."""
+    late: int | None = None
+    """Place of the rule that ends what is free, where the answer would otherwise not come; None: nothing need come."""

@@ -110,6 +110,7 @@ class GrammarBuilder:
                 for rule in rules.rules
             ],
             banned_ids=list(rules.banned_ids),
+            late=rules.late,
         )
 
     def _enforceable(self, shape: AnswerShape, param: str) -> AnswerShape:

@@ -42,12 +42,17 @@ class HarmonyRules:
         ends = {self._tokens.end, *(self._tokens.stops if is_open else ())}
         later = [self._lit(self._tokens.start), self._text("assistant")]
         first, rest = self._messages(shape, is_open=is_open)
+        rules = [
+            AnswerRule(text=_lark([], first), starts=((),)),
+            AnswerRule(text=_lark(later, rest), starts=((self._tokens.end,),)),
+        ]
+        if not is_open:
+            late = [self._lit(self._tokens.end), *later]
+            rules.append(AnswerRule(text=_lark(late, rest), starts=()))
         return AnswerRules(
-            rules=(
-                AnswerRule(text=_lark([], first), starts=((),)),
-                AnswerRule(text=_lark(later, rest), starts=((self._tokens.end,),)),
-            ),
+            rules=tuple(rules),
             banned_ids=tuple(sorted(self._control - ends)),
+            late=None if is_open else len(rules) - 1,
         )
 
     def _messages(
