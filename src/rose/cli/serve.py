@@ -187,7 +187,7 @@ async def _run(launch: Launch, config: FrontendConfig, announcer: Announcer) -> 
         )
         code = await frontend.run(supervisor.keep, listener=listener)
         # An engine that refused its configuration has said why; its exit code is ours.
-        return EXIT_USER_ERROR if supervisor.exit_code == EXIT_USER_ERROR else code
+        return EXIT_USER_ERROR if supervisor.refusal_code == EXIT_USER_ERROR else code
 
 
 def _checked(frontend_values: dict, engine_values: dict) -> FrontendConfig:

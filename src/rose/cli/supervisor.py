@@ -46,8 +46,8 @@ class Supervisor:
         self._tell = tell
         """Called with the address of each engine that is started, and with None and why when it is gone."""
         self._num_engines = 0
-        self.exit_code: int | None = None
-        """Of the last engine that ended by itself; negative is the signal that killed it."""
+        self.refusal_code: int | None = None
+        """Exit code of a first engine that never became ready; None where it worked, or still may."""
 
     async def keep(self, client: EngineClient) -> str:
         """Run engines for the client; return why the last one gets no successor."""
@@ -85,7 +85,8 @@ class Supervisor:
                 # Told first: a process that waits for a device may take a while to go.
                 client.mark_dead(hang)
                 await engine.kill()
-            self.exit_code = engine.exit_code
+            if ready_since is None and self._num_engines == 1:
+                self.refusal_code = engine.exit_code
             reason = hang or engine.death.result()
         detail = client.status.detail if client.status else ""
         if ready_since is None and detail.startswith(FAILED_PREFIX):
