@@ -26,6 +26,7 @@ from rose.runtime.before_load import Planner
 from rose.runtime.footprint import PeakBytes, footprint
 from rose.runtime.inputs import DeviceTables, table_bytes
 from rose.runtime.memory import GIB, MemoryUse
+from rose.runtime.memory_words import outcome
 from rose.utils.device import CPU, H200, DeviceFacts, _free_on_host
 from rose.utils.errors import ConfigError
 
@@ -181,6 +182,18 @@ def test_nothing_is_loaded_where_the_plan_is_refused(folder, monkeypatch):
         )
 
 
+def test_memory_of_a_killed_process_is_waited_for(folder, monkeypatch):
+    free, told = [1 << 20, 1 << 20, 4 * GIB], []
+    monkeypatch.setattr(load, "free_bytes", lambda _: free.pop(0) if len(free) > 1 else free[0])
+    monkeypatch.setattr(load.time, "sleep", lambda _: None)
+    assert load.load_model(_small(folder), HOST, told.append).planned.total > 1 << 20
+    assert told[:2] == ["waiting for memory that another process holds"] * 2
+    monkeypatch.setattr(load, "HELD_SECONDS", 0)
+    free[:] = [1 << 20]
+    with pytest.raises(ConfigError, match=r"only 0\.00 are free"):
+        load.load_model(_small(folder), HOST, print)
+
+
 def test_a_dry_step_takes_what_a_real_one_does(folder):
     """Within half: never less, so that the plan holds; kernels of torch state what they take from above."""
     config = _small(folder)
@@ -224,7 +237,10 @@ def test_tables_are_counted_as_they_are():
 def test_serving_says_whether_it_came_out_as_planned(folder, caplog):
     loaded = load.load_model(_small(folder), HOST, print)
     built = build_decoder(loaded.model, loaded.config, HOST, print, planned=loaded.planned)
-    assert built.lines()[0].startswith("memory after loading: weights")
+    size = f"{loaded.model.weight_bytes / (1 << 20):.2f} MiB"
+    assert built.lines()[0] == f"memory after loading: weights {size} (planned {size})"
+    gpu = outcome(loaded.planned.use, MemoryUse(weights=GIB, workspace=2 * GIB))
+    assert re.search(r"weights and tables 1.00 GiB \(planned .*, workspace 2.00 GiB", gpu)
     assert built.assembly.memory is loaded.planned
     wrong = replace(loaded.planned, use=MemoryUse(weights=loaded.planned.use.weights // 2))
     with caplog.at_level(logging.WARNING):

@@ -200,4 +200,4 @@ def workspace(sizes: Sizes, _rows: int, longest: int) -> int:
     heads, kv_heads, head_dim, page_tokens = (sizes[name] for name in "HGDL")
     keys = max(_KEY_BYTES, 4 * kv_heads * (longest + page_tokens) * head_dim)
     rows = heads // kv_heads * tokens_per_tile(heads, kv_heads)
-    return 5 * keys // 2 + 6 * keys * rows // head_dim + 4 * keys * rows // page_tokens
+    return 5 * keys // 2 + 3 * keys * rows // head_dim + 2 * keys * rows // page_tokens

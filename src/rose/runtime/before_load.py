@@ -52,6 +52,11 @@ class Planner:
             fits = self._changes_that_fit(config)
             raise ConfigError(f"{error}. {fits}") from None
 
+    def is_held(self, config: EngineConfig) -> bool:
+        """Whether the plan would fit if nobody else were on the device."""
+        alone = replace(self, free_bytes=None)
+        return not self._is_fitting(config) and alone._is_fitting(config)
+
     def lines(self, config: EngineConfig, plan: MemoryPlan) -> list[str]:
         """Return the plan as a table."""
         return list(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,8 @@ from rose.weights.loader import Progress
 from rose.weights.reader import config_path, read_json
 
 _logger = get_logger(__name__)
+HELD_SECONDS = 10.0
+"""A driver takes a second or two to give back what a killed process had."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +62,7 @@ def _load(config: EngineConfig, device: DeviceFacts, report: Callable[[str], Non
     planner = Planner(
         entry=model_entry, model_config=model_config, device=device, free_bytes=free_bytes(device)
     )
+    planner = _when_free(planner, resolved, report)
     planned = planner.plan(resolved)
     for line in planner.lines(resolved, planned):
         _logger.info("%s", line)
@@ -75,6 +79,16 @@ def _load(config: EngineConfig, device: DeviceFacts, report: Callable[[str], Non
         num_positions=resolved.context_tokens,
     )
     return Loaded(model=model, config=resolved, planned=planned)
+
+
+def _when_free(planner: Planner, config: EngineConfig, report: Callable[[str], None]) -> Planner:
+    """Give a process that was killed a moment ago the time to lose its memory: this one may stand in for it."""
+    deadline = time.monotonic() + HELD_SECONDS
+    while planner.is_held(config) and time.monotonic() < deadline:
+        report("waiting for memory that another process holds")
+        time.sleep(0.5)
+        planner = replace(planner, free_bytes=free_bytes(planner.device))
+    return planner
 
 
 def _progress(report: Callable[[str], None]) -> Progress:

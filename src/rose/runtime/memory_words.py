@@ -115,10 +115,13 @@ def is_as_planned(planned: MemoryUse, measured: MemoryUse) -> bool:
 
 def outcome(planned: MemoryUse, measured: MemoryUse) -> str:
     """Return what was planned beside what was found; parts that were not measured are left out."""
-    parts = (
-        ("weights and tables", planned.weights + planned.tables, measured.weights),
-        ("workspace", planned.workspace, measured.workspace),
-    )
+    parts = [("weights", planned.weights, measured.weights)]
+    if measured.workspace:
+        # A device's allocator tells what all tensors take, and the most that a step took.
+        parts = [
+            ("weights and tables", planned.weights + planned.tables, measured.weights),
+            ("workspace", planned.workspace, measured.workspace),
+        ]
     told = ", ".join(
         f"{n} {_size(found).strip()} (planned {_size(plan).strip()})"
         for n, plan, found in parts
