@@ -373,6 +373,8 @@ class LLMEngine:
     def _settle_grammars(self) -> list[FromEngine]:
         """Queue the requests whose grammars are built, let go on whose masks came, and end those that failed."""
         events: list[FromEngine] = []
+        if not self.grammars.is_busy:
+            return events
         for found in self.grammars.settle():
             sequence = found.sequence
             if found.error is None:
