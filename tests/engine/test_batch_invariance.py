@@ -18,6 +18,7 @@ from rose.engine.engine import LLMEngine
 from rose.kernels import invariant
 from rose.protocol.request import Request
 from rose.protocol.sampling_params import SamplingParams
+from rose.sampling.logprobs import logprobs
 from rose.utils.errors import ConfigError
 
 PAGE = 16
@@ -247,3 +248,14 @@ def test_norms_of_a_row_do_not_depend_on_the_rows_beside_it(columns):
         part_TD = torch.empty(end - begin, columns)
         rms_norm(x_TD[begin:end], weight_D, eps=1e-5, residual_TD=None, out_TD=part_TD)
         assert _bits(part_TD) == _bits(out_TD[begin:end])
+
+
+@pytest.mark.parametrize("vocabulary", [61, 940, 5003])
+def test_log_probabilities_of_a_row_do_not_depend_on_the_rows_beside_it(vocabulary):
+    logits_SV = torch.randn(33, vocabulary, generator=torch.Generator().manual_seed(0)) * 5
+    tokens_S = logits_SV.argmax(dim=-1)
+    together = logprobs(logits_SV, tokens_S)
+    for row in (0, 1, 7, 31, 32):
+        alone = logprobs(logits_SV[row : row + 1].clone(), tokens_S[row : row + 1])
+        assert _bits(alone.chosen_S[0]) == _bits(together.chosen_S[row])
+        assert _bits(alone.top_SK[0]) == _bits(together.top_SK[row])
