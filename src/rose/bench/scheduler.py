@@ -7,6 +7,7 @@ plain Python needs for the least that a stage must do, and so what no rewriting 
 
 from __future__ import annotations
 
+import asyncio
 import platform
 import statistics
 import time
@@ -25,7 +26,7 @@ from rose.decoders.results import ResultRing, Sampled
 from rose.engine.engine import EngineLimits, LLMEngine
 from rose.engine.scheduler import Scheduler
 from rose.models.gpt_oss.config import published
-from rose.protocol.channel import LocalPair
+from rose.protocol.channel import FrontendEndpoint, LocalPair
 from rose.protocol.codec import encode_from_engine
 from rose.protocol.event import TokensEvent
 from rose.protocol.request import Request
@@ -139,18 +140,33 @@ def build_null(num_sequences: int, num_tokens: int, *, is_caching: bool) -> LLME
     return LLMEngine(Scheduler(config, table), decoder, limits, is_overlapped=True)
 
 
-def _fill(engine: LLMEngine, num_sequences: int, num_tokens: int) -> None:
-    for i in range(num_sequences):
-        # Prompts of different lengths: pages run out at different steps, as in life.
-        prompt = [1] * (PROMPT_TOKENS + i % 64)
-        refusal = engine.add(
-            Request(request_id=f"request-{i}", prompt_token_ids=prompt, max_tokens=num_tokens)
-        )
+def _fill(
+    engine: LLMEngine, pair: LocalPair, num_sequences: int, num_tokens: int
+) -> FrontendEndpoint:
+    """Take requests from a frontend, to which their events will go, and run all prompts; return the frontend."""
+
+    async def send() -> FrontendEndpoint:
+        frontend = pair.frontend()
+        for i in range(num_sequences):
+            # Prompts of different lengths: pages run out at different steps, as in life.
+            prompt = [1] * (PROMPT_TOKENS + i % 64)
+            await frontend.send(
+                Request(request_id=f"request-{i}", prompt_token_ids=prompt, max_tokens=num_tokens)
+            )
+        return frontend
+
+    frontend = asyncio.run(send())
+    while (message := pair.engine.receive(1000)) is not None:
+        assert isinstance(message, Request)
+        refusal = engine.add(message)
         assert not refusal, refusal
+        if len(engine.running_ids()) == num_sequences:
+            break
     while engine.scheduler.waiting or any(
         s.num_scheduled < s.prefill_end for s in engine.scheduler.running
     ):
         engine.step()
+    return frontend
 
 
 def _steps(
@@ -158,9 +174,9 @@ def _steps(
 ) -> list[float]:
     """Run an engine as its service does and return the time of each step in microseconds."""
     engine = build_null(num_sequences, num_steps + SPARE_TOKENS, is_caching=is_caching)
-    _fill(engine, num_sequences, num_steps + 100)
     pair = LocalPair()
     endpoint = pair.engine
+    frontend = _fill(engine, pair, num_sequences, num_steps + 100)
     if stages is not None:
         stages.wrap(engine.scheduler, "schedule", "schedule")
         stages.wrap(engine.decoder, "launch", "inputs")
@@ -171,9 +187,11 @@ def _steps(
     for _ in range(num_steps):
         begin = time.perf_counter()
         endpoint.receive()
-        endpoint.send(engine.expire() + engine.step())
+        is_sent = endpoint.send(engine.expire() + engine.step())
+        assert is_sent, "events went to nobody"
         samples.append((time.perf_counter() - begin) * 1e6)
     assert len(engine.running_ids()) == num_sequences, "a sequence ended while it was timed"
+    frontend.drop()
     pair.close()
     return samples
 
