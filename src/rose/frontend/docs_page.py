@@ -78,7 +78,7 @@ def _row(*cells: str) -> str:
 
 def _data_of(schema: Schema) -> Schema:
     """Return what the events of a stream hold, or the schema itself where it is no stream."""
-    return schema.get("properties", {}).get("data", {}).get("contentSchema", schema)
+    return schema.get("x-data", schema)
 
 
 def _type(schema: Schema) -> str:

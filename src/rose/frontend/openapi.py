@@ -367,9 +367,10 @@ def _query_parameters(query: Iterable[tuple[str, Schema]]) -> Iterator[Schema]:
 
 
 def _event(data: Schema) -> Schema:
-    """Return the form of a server-sent event; of some streams the last has the data [DONE]."""
-    text = {"type": "string", "contentMediaType": "application/json", "contentSchema": data}
-    return {"type": "object", "properties": {"data": text}}
+    """Return the form of a server-sent event. Its data is JSON, but for [DONE] at the end of some streams, which is
+    why no contentSchema says so."""
+    text = {"type": "string", "description": "JSON of x-data, or [DONE]"}
+    return {"type": "object", "properties": {"data": text}, "x-data": data}
 
 
 def _components(model_names: Sequence[str]) -> dict[str, Schema]:

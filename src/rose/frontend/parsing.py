@@ -23,6 +23,7 @@ from rose.frontend.schemas import (
     SamplingFields,
     Tool,
 )
+from rose.protocol.request import MAX_SALT_CHARACTERS
 from rose.protocol.sampling_params import MAX_TOP_LOGPROBS
 
 MAX_JSON_DEPTH = 100
@@ -385,6 +386,18 @@ def check_choices(request: ChoiceFields) -> None:
     """
     if request.n is not None and not 1 <= request.n <= MAX_CHOICES:
         refuse("invalid_request", "n", f"n={request.n}; allowed: 1 to {MAX_CHOICES}")
+    if request.max_tokens is not None and request.max_tokens < 1:
+        # Also where max_completion_tokens wins: a field is wrong whether it counts or not.
+        refuse(
+            "invalid_request", "max_tokens", f"max_tokens={request.max_tokens}; allowed: 1 or more"
+        )
+    salt = request.cache_salt or ""
+    if len(salt) > MAX_SALT_CHARACTERS:
+        refuse(
+            "invalid_request",
+            "cache_salt",
+            f"cache_salt has {len(salt)} characters; allowed: {MAX_SALT_CHARACTERS} at most",
+        )
     if request.stream_options is not None and not request.stream:
         refuse(
             "invalid_request",
