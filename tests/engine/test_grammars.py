@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import re
+import threading
 import time
 
 import msgspec
@@ -261,6 +263,32 @@ def test_text_before_the_start_does_not_wait():
     steps = _steps_until_end(engine, ["r"])["r"]
     assert len(steps) == 40
     assert steps[-1] - steps[0] == 39, "one token per step while no grammar rules"
+
+
+def test_an_id_may_be_used_again_while_the_grammar_of_its_first_request_is_built():
+    engine = _engine()
+    request = msgspec.structs.replace(_requests(1)[0], constraint=KINDS[0])
+    for _ in range(20):
+        assert engine.add(request) == []
+        engine.abort(request.request_id)
+    [generation] = engine.generate([request])
+    assert generation.reason is not None
+    assert not engine.has_work
+
+
+def test_the_threads_end_with_their_engine():
+    before = set(threading.enumerate())
+    engine = _engine()
+    engine.generate(
+        [msgspec.structs.replace(r, constraint=KINDS[0]) for r in _requests(2)],
+    )
+    threads = set(threading.enumerate()) - before
+    assert sorted(t.name for t in threads) == ["grammar-builder", "grammar-matcher"]
+    del engine
+    gc.collect()
+    for thread in threads:
+        thread.join(5)
+    assert not any(t.is_alive() for t in threads)
 
 
 def test_an_abort_at_any_moment_leaks_nothing():

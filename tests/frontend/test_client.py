@@ -220,6 +220,24 @@ def test_what_had_begun_is_not_sent_again():
     _run(scenario)
 
 
+def test_an_engine_that_is_replaced_without_a_word_takes_nobody_with_it():
+    async def scenario():
+        client = await _supervised(_engine(delay_ms=20))
+        begun = asyncio.create_task(_read(client, "a"))
+        await asyncio.sleep(0.03)
+        waiting = asyncio.create_task(_read(client, "b"))
+        await asyncio.sleep(0.01)
+        second = _engine()
+        client.attach(second)
+        *_, last = await asyncio.wait_for(begun, 1)
+        assert last.code == "engine_failed"
+        assert len(await asyncio.wait_for(waiting, 1)) == 4
+        assert [r.request_id for r in second.requests] == ["b"]
+        await client.close()
+
+    _run(scenario)
+
+
 def test_nobody_waits_for_ever_for_the_next_engine(monkeypatch):
     monkeypatch.setattr("rose.frontend.client.AGAIN_SECONDS", 0.2)
 

@@ -38,8 +38,9 @@ class Grammars:
         self._tries: OrderedDict[str, TokenTrie] = OrderedDict()
         self._results: queue.SimpleQueue[Settled] = queue.SimpleQueue()
         self._early: list[Settled] = []
-        self._due: dict[str, tuple[Sequence, float]] = {}
-        """Request id -> who waits for a result, and until when; the longest wait first."""
+        self._due: dict[Sequence, float] = {}
+        """Who waits for a result, and until when; the longest wait first. Not by request id: another request may have
+        the id of one that was aborted while it waited."""
         self._num_masks = 0
         """How many of them run already, under a grammar."""
         self._opening: dict[str, Sequence] = {}
@@ -147,14 +148,14 @@ class Grammars:
             self._note(self._results.get(timeout=seconds))
 
     def _note(self, found: Settled) -> None:
-        if self._due.pop(found.sequence.request_id, None) is not None:
+        if self._due.pop(found.sequence, None) is not None:
             self._num_masks -= found.sequence.is_held
             self._early.append(found)
 
     def _give_up_late(self) -> None:
         """End those whose result is long overdue; the limits of the library should not let it happen."""
         while self._due:
-            sequence, deadline = next(iter(self._due.values()))
+            sequence, deadline = next(iter(self._due.items()))
             if time.monotonic() < deadline:
                 return
             text = (
@@ -192,6 +193,6 @@ class Grammars:
     def _submit(
         self, thread: MatcherThread, sequence: Sequence, find: Callable[[], Matcher | None]
     ) -> None:
-        self._due[sequence.request_id] = sequence, time.monotonic() + LIMIT_SECONDS
+        self._due[sequence] = time.monotonic() + LIMIT_SECONDS
         self._num_masks += sequence.is_held
         thread.put(Job(sequence, find))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -39,28 +40,45 @@ class Settled:
 
 
 class MatcherThread:
-    """Runs jobs in order; started with the first."""
+    """Runs jobs in order; started with the first, and ended when nobody holds this object any more."""
 
     def __init__(self, name: str, results: queue.SimpleQueue[Settled]) -> None:
         self._name = name
         self._results = results
-        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._executor: Any = None
 
     def put(self, job: Job) -> None:
         """Have a job done; its result comes in the queue."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+            worker = _Worker(self._jobs, self._results)  # knows nothing of this object
+            self._thread = threading.Thread(target=worker.run, name=self._name, daemon=True)
             self._thread.start()
+            weakref.finalize(self, self._jobs.put, None)
         self._jobs.put(job)
 
-    def _loop(self) -> None:
-        while True:
-            jobs = [self._jobs.get()]
+
+class _Worker:
+    """What the thread does."""
+
+    def __init__(
+        self, jobs: queue.SimpleQueue[Job | None], results: queue.SimpleQueue[Settled]
+    ) -> None:
+        self._jobs = jobs
+        self._results = results
+        self._executor: Any = None
+
+    def run(self) -> None:
+        """Do jobs until None comes, which is the last."""
+        while (first := self._jobs.get()) is not None:
+            jobs, job = [first], None
             while len(jobs) < MAX_JOBS and not self._jobs.empty():
-                jobs.append(self._jobs.get())
+                job = self._jobs.get()
+                if job is None:
+                    return
+                jobs.append(job)
             self._do(jobs)
+            del first, jobs, job  # with their sequences, while it waits
 
     def _do(self, jobs: list[Job]) -> None:
         """Find the matchers, then all masks side by side."""

@@ -116,6 +116,9 @@ class EngineClient:
 
     def attach(self, channel: Channel) -> None:
         """Listen to an engine that was just started; once it is ready it gets what its predecessor had not begun."""
+        if self._channel is not None and self._death is None:
+            # Who tells of engines may be late: what the one before had begun does not come any more.
+            self.mark_dead("another engine has taken the place of the one it ran on")
         self._detach()
         self._channel = channel
         self.status, self._death, self._has_been_ready = None, None, False

@@ -1,7 +1,7 @@
 """Counts of several frontends of one server added up: each writes its own to a folder once a second, each reads all.
 
 So every process answers /metrics for the whole server, at most a second late for the others. What a process counted
-that has ended stays in the sums. Knows families of samples, not what they mean.
+that has ended stays in the sums; what it had open does not. Knows families of samples, not what they mean.
 """
 
 from __future__ import annotations
@@ -59,10 +59,21 @@ class Siblings:
         for path in self._folder.glob("counts-*"):
             if path == self._own or path.suffix:
                 continue
+            has_ended = not _is_running(int(path.name.removeprefix("counts-")))
             for name, labels, value in msgspec.msgpack.decode(path.read_bytes(), type=list[_Row]):
+                if has_ended and name in SUMMED_GAUGES:
+                    continue
                 key = (name, tuple(sorted(labels.items())))
                 sums[key] = (labels, sums.get(key, (labels, 0.0))[1] + value)
         return sums
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _is_summed(family: Metric) -> bool:
