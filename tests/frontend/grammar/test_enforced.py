@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import random
 
@@ -160,6 +161,54 @@ def test_the_keyword_is_obeyed_and_nothing_else_forbids_the_value(begin, keyword
     assert not _accepts(begin(schema), bad)
     without = {k: v for k, v in schema.items() if k != keyword and not k.startswith("$ref")}
     assert _accepts(begin(without), bad)
+
+
+DATES = {
+    "date": (
+        ["2024-02-29", "2000-02-29", "0004-02-29", "1999-12-31", "2023-04-30", "0001-01-01"],
+        [
+            *("2023-02-29", "1900-02-29", "2100-02-29", "2024-02-30", "2023-04-31", "2023-13-01"),
+            *("2023-00-10", "2023-01-00", "2023-01-32", "0000-01-01", "2023-1-1", "23-01-01"),
+        ],
+    ),
+    "time": (
+        ["00:00:00Z", "23:59:59.999+23:59", "12:30:00-01:00"],
+        ["24:00:00Z", "12:60:00Z", "12:30:61Z", "12:30Z", "12:30:00", "12:30:00+24:00"],
+    ),
+    "date-time": (
+        ["2024-02-29T12:30:00Z", "1999-12-31T23:59:59.5+01:00"],
+        ["2023-02-29T12:30:00Z", "2024-02-29 12:30:00Z", "2024-02-29", "2024-02-29T25:00:00Z"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DATES)
+def test_days_and_times_are_those_of_the_calendar(begin, name):
+    good, bad = DATES[name]
+    for value in good:
+        assert _accepts(begin({"type": "string", "format": name}), value), value
+    for value in bad:
+        assert not _accepts(begin({"type": "string", "format": name}), value), value
+
+
+def test_every_day_and_no_other(begin):
+    matcher = begin({"type": "string", "format": "date"})
+    day, last = datetime.date(1896, 1, 1), datetime.date(1905, 1, 1)
+    for year in range(1896, 1905):
+        for month in range(1, 13):
+            for number in range(1, 32):
+                text = f"{year}-{month:02}-{number:02}"
+                is_day = day.isoformat() == text
+                assert _accepts(matcher.deep_copy(), text) == is_day, text
+                day += datetime.timedelta(days=is_day)
+    assert day == last
+
+
+def test_a_format_beside_a_pattern_is_obeyed_too(begin):
+    schema = {"type": "string", "format": "date", "pattern": "^2"}
+    assert _accepts(begin(schema), "2024-02-29")
+    assert not _accepts(begin(schema), "1924-02-29")
+    assert not _accepts(begin(schema), "2023-02-29")
 
 
 @pytest.mark.parametrize("schema", [c[0] for c in CASES.values()] + TOGETHER, ids=str)

@@ -16,6 +16,7 @@ import msgspec
 
 from rose.frontend.errors import RequestError
 from rose.frontend.formatters.shape import JsonSchema
+from rose.frontend.grammar.dates import PATTERNS
 from rose.frontend.parsing import quoted
 
 MAX_DEPTH = 32
@@ -111,7 +112,7 @@ class _Check:
             if keyword not in ENFORCED:
                 self._refuse(keyword, value, place)
             kept[keyword] = self._value(keyword, value, where, depth)
-        return kept
+        return _with_exact_dates(kept)
 
     def _value(self, keyword: str, value: Any, where: str, depth: int) -> Any:
         if keyword in _SCHEMA:
@@ -254,6 +255,17 @@ def _target(schema: Any, reference: str, param: str) -> Any:
                 param=param,
             )
     return node
+
+
+def _with_exact_dates(schema: JsonSchema) -> JsonSchema:
+    """Return a schema with a pattern in place of a format whose own grammar allows too much."""
+    pattern = PATTERNS.get(schema["format"]) if "format" in schema else None
+    if pattern is None:
+        return schema
+    rest = {name: value for name, value in schema.items() if name != "format"}
+    if "pattern" not in rest:
+        return {**rest, "pattern": pattern}
+    return {**rest, "allOf": [*rest.get("allOf", ()), {"pattern": pattern}]}
 
 
 def _is_number(value: Any) -> bool:
