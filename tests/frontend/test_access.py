@@ -204,6 +204,12 @@ def test_numbers_of_things_are_bounded(lab):
                 response = await server.chat(**fields)
                 assert response.status_code == 400
                 assert response.json()["error"]["param"] == name
+            for name, fields in (
+                ("input", {"input": [message] * 20_000}),
+                ("tools", {"input": "x", "tools": [{"type": "function", "name": "f"}] * 2000}),
+            ):
+                post = server.http.post("/v1/responses", json={"model": "m", **fields})
+                assert (await post).json()["error"]["param"] == name
             many = b'{"model": "m", "prompt": [' + b"1," * 2_000_001 + b"1]}"
             response = await server.http.post("/v1/completions", content=many)
             assert "values; allowed" in _error(response, 400, "invalid_json")

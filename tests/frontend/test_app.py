@@ -8,6 +8,7 @@ import pytest
 
 from fakes import openai_schemas
 from rose.frontend.config import FrontendConfig
+from rose.frontend.formatters.registry import build_formatter
 
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
 
@@ -774,6 +775,20 @@ def test_metrics_count_requests_tokens_and_times(lab):
             assert lines["rose_inter_token_latency_seconds_count"] == f"{2 * (num_tokens - 1)}.0"
             assert lines["rose_engine_ready"] == "1.0"
             assert lines["rose_requests_waiting"] == "0.0"
+
+    lab.run(scenario)
+
+
+def test_lenient_reading_is_counted_by_kind(lab, o200k):
+    text = "<|channel|>analysis<|message|>a<|end|><|return|>final<|message|>Hi.<|return|>"
+
+    async def scenario():
+        line = lab.line(o200k.encode_with_control(text))
+        async with lab.serving(line, formatter=build_formatter("harmony", o200k)) as server:
+            assert (await server.chat()).json()["choices"][0]["message"]["content"]
+            page = (await server.http.get("/metrics")).text
+            for kind in ("stop_between_messages", "missing_start"):
+                assert f'rose_harmony_parse_recoveries_total{{kind="{kind}"}} 1.0' in page
 
     lab.run(scenario)
 

@@ -65,7 +65,7 @@ class Metrics:
         for kind in ("reasoning", "answer"):
             self._generated.labels(kind)  # there from the start, at 0
         self._recoveries = Counter(
-            "rose_parse_recoveries",
+            "rose_harmony_parse_recoveries",
             "Malformed model output read leniently",
             ["kind"],
             registry=registry,

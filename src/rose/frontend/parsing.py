@@ -138,8 +138,8 @@ def parse_chat(body: dict[str, Any]) -> ChatRequest:
     request = convert(body, ChatRequest, UNSUPPORTED_CHAT)
     if not request.messages:
         refuse("invalid_request", "messages", "messages is empty; give at least one message")
-    _check_count("messages", request.messages, MAX_MESSAGES)
-    _check_count("tools", request.tools or [], MAX_TOOLS)
+    check_count("messages", request.messages, MAX_MESSAGES)
+    check_count("tools", request.tools or [], MAX_TOOLS)
     for place, message in enumerate(request.messages):
         _check_parts(
             convert_part(message, Message, f"messages[{place}]"), f"messages[{place}].content"
@@ -151,7 +151,11 @@ def parse_chat(body: dict[str, Any]) -> ChatRequest:
     return request
 
 
-def _check_count(name: str, listed: list[Any], most: int) -> None:
+def check_count(name: str, listed: list[Any], most: int) -> None:
+    """Refuse a list that is too long.
+
+    Raises  RequestError
+    """
     if len(listed) > most:
         refuse("invalid_request", name, f"{name} has {len(listed)} entries; allowed: {most}")
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from rose.frontend.parsing import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    check_count,
     check_stops,
     checked_top_logprobs,
     convert,
@@ -53,6 +56,7 @@ def parse_response(body: dict[str, Any]) -> ResponsesRequest:
     check_include(request.include or [])
     checked_top_logprobs(request.top_logprobs)
     check_stops(request)
+    _check_counts(request)
     read_tools(request)
     _check_metadata(request.metadata or {})
     if request.stream_options is not None and not request.stream:
@@ -78,6 +82,7 @@ def parse_input_tokens(body: dict[str, Any], *, model: str) -> ResponsesRequest:
     if body.get("model") is None:
         body = {**body, "model": model}
     request = convert(body, ResponsesRequest, UNSUPPORTED | {"personality": ()}, IGNORED)
+    _check_counts(request)
     read_tools(request)
     return request
 
@@ -129,6 +134,12 @@ def _read_tool(tool: Any, where: str) -> FunctionTool | NamespaceTool:
                 "leave it out",
             )
     return convert_part(tool, NamespaceTool, where)
+
+
+def _check_counts(request: ResponsesRequest) -> None:
+    if isinstance(request.input, list):
+        check_count("input", request.input, MAX_MESSAGES)
+    check_count("tools", request.tools or [], MAX_TOOLS)
 
 
 def _check_metadata(metadata: dict[str, str]) -> None:
