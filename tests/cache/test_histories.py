@@ -159,7 +159,7 @@ TestHistoriesWithoutCache.settings = settings(
 @pytest.mark.parametrize("machine", [Histories, HistoriesWithoutCache])
 def test_thousands_of_histories(machine):
     run_state_machine_as_test(
-        machine, settings=settings(max_examples=3000, stateful_step_count=60, deadline=None)
+        machine, settings=settings(max_examples=1000, stateful_step_count=60, deadline=None)
     )
 
 

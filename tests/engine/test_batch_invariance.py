@@ -148,7 +148,7 @@ def test_logits_are_equal_bit_for_bit_under_any_history(invariant_model, history
 
 @pytest.mark.slow
 @settings(
-    max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.fixed_dictionaries(HISTORIES))
 def test_logits_are_equal_bit_for_bit_under_many_histories(invariant_model, history):
