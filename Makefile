@@ -38,7 +38,7 @@ bench: ## time the kernels on this machine, JSON lines in benchmarks/results
 
 train: ## train the embedded model anew
 	@$(PYTHON) tools/bootstrap.py engine
-	@$(VENV)/python training/train_tiny.py
+	@$(VENV)/python training/train.py --out .cache/trained
 
 # These two install nothing; COMMIT=... where the tree has no .git, SIZES=20b for one model, ONLY="20b start" for
 # the steps with that in their name.

@@ -4,17 +4,11 @@ Head size 64 as in the published models; hidden and intermediate sizes are odd m
 divides them. Bytes of all checkpoints together stay under 24 MB (`checkpoint_bytes`, a test holds them to it).
 """
 
-from rose.models.gpt_oss.config import GptOssConfig, alternating_windows
+from dataclasses import replace
+
+from rose.models.gpt_oss.config import GptOssConfig, alternating_windows, tiny
 
 SIZES: dict[str, dict[str, int]] = {
-    "large": {
-        "hidden_size": 320,
-        "num_layers": 6,
-        "num_q_heads": 8,
-        "num_kv_heads": 2,
-        "num_experts": 8,
-        "intermediate_size": 320,
-    },
     "draft": {
         "hidden_size": 192,
         "num_layers": 2,
@@ -36,18 +30,10 @@ WINDOW_TOKENS = 128
 
 
 def model_config(size: str, vocab_size: int, eos: tuple[int, ...]) -> GptOssConfig:
-    """Return the configuration of a size; everything else as in the published models."""
-    sizes = SIZES[size]
-    return GptOssConfig(
-        architecture="gpt_oss",
-        vocab_size=vocab_size,
-        head_dim=64,
-        experts_per_token=4,
-        context_tokens=131072,
-        window_tokens=alternating_windows(sizes["num_layers"], WINDOW_TOKENS),
-        eos_token_ids=eos,
-        **sizes,
-    )
+    """Return the configuration of a size: large (what rose calls tiny) or one of SIZES."""
+    sizes = SIZES.get(size, {})
+    windows = alternating_windows(sizes.get("num_layers", tiny().num_layers), WINDOW_TOKENS)
+    return replace(tiny(), vocab_size=vocab_size, eos_token_ids=eos, window_tokens=windows, **sizes)
 
 
 def block_parameters(c: GptOssConfig, num_experts: int) -> tuple[int, int]:

@@ -18,7 +18,7 @@ import pytest
 
 from fakes.servers import RunningServer
 
-CONTEXT_TOKENS = 512
+CONTEXT_TOKENS = 1024
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "2+2?"}], "max_tokens": 8}
 
 
@@ -120,7 +120,7 @@ def test_completions_take_text_and_ids(server):
     body = {"model": "tiny", "prompt": ["Once", "Twice"], "max_tokens": 4, "temperature": 0}
     both = server.http.post("/v1/completions", json=body).json()
     assert [choice["index"] for choice in both["choices"]] == [0, 1]
-    ids = {**body, "prompt": [15390, 153384]}
+    ids = {**body, "prompt": [1500, 1501]}
     assert server.http.post("/v1/completions", json=ids).json()["usage"]["prompt_tokens"] == 2
 
 
@@ -134,13 +134,13 @@ def test_a_biased_token_is_written_and_its_own_probability_reported(server):
         "max_tokens": 4,
         "temperature": 0,
         "logprobs": 2,
-        "logit_bias": {"15390": 100},
+        "logit_bias": {"1500": 100},
     }
     whole = client.completions.create(**ask).choices[0]
     assert whole.logprobs.tokens == [whole.logprobs.tokens[0]] * 4
     assert "".join(whole.logprobs.tokens) == whole.text
     for chosen, top in zip(whole.logprobs.token_logprobs, whole.logprobs.top_logprobs, strict=True):
-        # one of 201,088 tokens of a model of random weights
+        # one of 3,072 tokens of a model of random weights
         assert chosen < -1
         assert len(top) == 3
         assert min(top.values()) == chosen
@@ -190,14 +190,14 @@ SCHEMA = {
 def _value(server, seed):
     """Return an answer of SCHEMA; the model has never learnt to end its reasoning, which ends all the same."""
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
-    answer = _chat(server, response_format=form, seed=seed, max_tokens=160)
+    answer = _chat(server, response_format=form, seed=seed, max_tokens=700)
     [choice] = answer["choices"]
-    assert choice["finish_reason"] == "stop"
+    assert choice["finish_reason"] == "stop", choice
     return json.loads(choice["message"]["content"])
 
 
 def test_a_schema_holds_for_a_model_that_has_learnt_nothing(server):
-    values = [_value(server, seed) for seed in range(2)]
+    values = [_value(server, seed) for seed in (7, 8)]
     for value in values:
         jsonschema.validate(value, SCHEMA)
     assert values[0] != values[1]

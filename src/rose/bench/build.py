@@ -10,7 +10,7 @@ from rose.config.engine import EngineConfig, KernelsConfig
 from rose.config.quant import QuantConfig
 from rose.config.scheduler import SchedulerConfig
 from rose.engine.engine import LLMEngine
-from rose.models.gpt_oss.config import GptOssConfig, alternating_windows, published
+from rose.models.gpt_oss.config import GptOssConfig, published, tiny
 from rose.models.gpt_oss.model import GptOss
 from rose.models.gpt_oss.synthetic import synthetic_model
 from rose.utils.device import DeviceFacts, detect
@@ -78,24 +78,6 @@ def setup(
         device=facts,
         seed=seed,
         is_trial=layers is not None,
-    )
-
-
-def tiny() -> GptOssConfig:
-    """A shape that a CPU runs in milliseconds, to try the bench itself."""
-    return GptOssConfig(
-        architecture="gpt_oss",
-        vocab_size=512,
-        hidden_size=160,
-        num_layers=4,
-        num_q_heads=4,
-        num_kv_heads=2,
-        head_dim=32,
-        num_experts=8,
-        experts_per_token=4,
-        intermediate_size=160,
-        context_tokens=131072,
-        window_tokens=alternating_windows(4, 128),
     )
 
 

@@ -1,4 +1,4 @@
-"""`rose demo`: both services on a model, a real chat request with a tool over HTTP, and what it cost.
+"""`rose demo`: both services on a model, a sum and a question that takes a tool over HTTP, and what they cost.
 
 Everything that is printed as the model's was sampled just now. The tool is real too, though its weather is a
 made-up table of this file.
@@ -22,6 +22,7 @@ from rose.cli.chat import Conversation, ServerError
 DOLLARS_PER_HOUR = 3.0
 """Rent of the machine, as the cost tables take it for one H200."""
 START_SECONDS = 120.0
+QUESTIONS = ("What is 27 + 45?", "What is the weather in Paris?")
 WEATHER_TOOL = {
     "type": "function",
     "function": {
@@ -43,10 +44,20 @@ WEATHER = {
 
 @click.command()
 @click.argument("model", required=False)
-@click.option("--question", default="What is the weather in Paris?", show_default=True)
+@click.option(
+    "--question",
+    "questions",
+    multiple=True,
+    default=QUESTIONS,
+    show_default=True,
+    help="Each begins a conversation of its own.",
+)
 @click.option("--temperature", default=0.0, show_default=True, help="0 is greedy.")
-def demo(model: str | None, question: str, temperature: float) -> None:
-    """Start a server on MODEL (the embedded one without it), ask it something that takes a tool, and stop it."""
+def demo(model: str | None, questions: tuple[str, ...], temperature: float) -> None:
+    """Start a server on MODEL (the embedded one without it), ask it the questions, and stop it.
+
+    A tool is offered that knows the weather of three cities.
+    """
     import httpx
 
     begin = time.perf_counter()
@@ -64,18 +75,9 @@ def demo(model: str | None, question: str, temperature: float) -> None:
                 "seed": 1,
             },
         )
-        click.secho(f"user> {question}", bold=True)
-        reply = talk.ask({"role": "user", "content": question})
-        for _ in range(4):
-            if not reply.get("tool_calls"):
-                break
-            reply = talk.ask(*(_result(call) for call in reply["tool_calls"]))
+        for question in questions:
+            talk.question(question)
         talk.report()
-    if not reply.get("content"):
-        raise ServerError(
-            "the conversation ended without a final answer; the model wrote the lines above; "
-            "ask with another --question or --temperature"
-        )
 
 
 class TimedConversation(Conversation):
@@ -88,6 +90,24 @@ class TimedConversation(Conversation):
         self.decode_s = 0.0
         self.total_s = 0.0
         self.num_prompt_tokens = self.num_output_tokens = 0
+
+    def question(self, text: str) -> None:
+        """Ask in a conversation of its own, and run the tools that the model calls.
+
+        Raises  ServerError where it ends without a final answer
+        """
+        click.secho(f"user> {text}", bold=True)
+        self.messages.clear()
+        reply = self.ask({"role": "user", "content": text})
+        for _ in range(4):
+            if not reply.get("tool_calls"):
+                break
+            reply = self.ask(*(_result(call) for call in reply["tool_calls"]))
+        if not reply.get("content"):
+            raise ServerError(
+                "the conversation ended without a final answer; the model wrote the lines above; "
+                "ask with another --question or --temperature"
+            )
 
     def _stream(self) -> Iterator[dict[str, Any]]:
         begin = first = time.perf_counter()
@@ -107,7 +127,7 @@ class TimedConversation(Conversation):
         """Print time to first token, rate and cost."""
         rate = self.num_output_tokens / self.decode_s if self.decode_s else 0.0
         cost = self.total_s / 3600 * DOLLARS_PER_HOUR / max(1, self.num_output_tokens) * 1e6
-        first = " and ".join(f"{s * 1e3:.0f}" for s in self.first_token_s)
+        first = ", ".join(f"{s * 1e3:.0f}" for s in self.first_token_s)
         click.secho(
             f"{self.num_prompt_tokens} prompt tokens, {self.num_output_tokens} output tokens; "
             f"first text after {first} ms; {rate:.0f} tokens/s; "

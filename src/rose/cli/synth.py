@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import click
@@ -18,12 +19,15 @@ import click
 def synth(folder: Path, size: str, layers: int | None, format_name: str, seed: int) -> None:
     """Write a synthetic gpt-oss checkpoint: real names, shapes and shards, made-up numbers."""
     from rose.cli.byte_progress import byte_progress
+    from rose.cli.serve import EMBEDDED_MODEL
     from rose.models.gpt_oss.checkpoints import configuration, synthesise
     from rose.weights.folders import gib
 
     config = configuration(size, num_layers=layers)
     with byte_progress("writing") as progress:
         shards = synthesise(folder, config, seed=seed, format_name=format_name, progress=progress)
+    if size == "tiny":  # its vocabulary is no published one
+        shutil.copyfile(EMBEDDED_MODEL / "tokenizer.json", folder / "tokenizer.json")
     num_bytes = sum(shard.num_bytes for shard in shards)
     click.echo(
         f"{folder}: gpt-oss {size}, {config.num_layers} layers, {gib(num_bytes)} in {len(shards)} files, seed {seed}"

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rose.models.gpt_oss import hugging_face
-from rose.models.gpt_oss.config import GptOssConfig, alternating_windows, published
+from rose.models.gpt_oss.config import GptOssConfig, published, tiny
 from rose.models.gpt_oss.weights import Layout, rules
 from rose.utils.errors import ConfigError
 from rose.weights import synth as synthesiser
@@ -33,20 +33,6 @@ def configuration(size: str, *, num_layers: int | None = None) -> GptOssConfig:
             f"allowed: 1 to {config.num_layers}; change --layers"
         )
     return replace(config, num_layers=num_layers, window_tokens=config.window_tokens[:num_layers])
-
-
-def tiny() -> GptOssConfig:
-    """Return a shape of a few megabytes that keeps the real vocabulary, head size and window."""
-    return replace(
-        published("20b"),
-        num_layers=4,
-        hidden_size=128,
-        num_q_heads=8,
-        num_kv_heads=2,
-        intermediate_size=128,
-        num_experts=8,
-        window_tokens=alternating_windows(4, 128),
-    )
 
 
 def synthesise(

@@ -258,3 +258,26 @@ def published(size: str) -> GptOssConfig:
         window_tokens=alternating_windows(num_layers, 128),
         eos_token_ids=EOS_TOKEN_IDS,
     )
+
+
+def tiny() -> GptOssConfig:
+    """Return the configuration of the embedded model: what "tiny" means everywhere.
+
+    Its vocabulary is that of the embedded tokenizer.json. Head size, window and experts per token are the published
+    ones; 320 is no multiple of 128, so tails are exercised.
+    """
+    return GptOssConfig(
+        architecture="gpt_oss",
+        vocab_size=3072,
+        hidden_size=320,
+        num_layers=6,
+        num_q_heads=8,
+        num_kv_heads=2,
+        head_dim=64,
+        intermediate_size=320,
+        num_experts=8,
+        experts_per_token=4,
+        context_tokens=131072,
+        window_tokens=alternating_windows(6, 128),
+        eos_token_ids=(2, 1, 8),
+    )
