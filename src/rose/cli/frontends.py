@@ -22,7 +22,7 @@ from rose.cli.processes import end_with_parent
 from rose.frontend.client import EngineClient
 from rose.frontend.config import FrontendConfig
 from rose.frontend.main import Announce
-from rose.protocol.channel import FrontendEndpoint
+from rose.protocol.channel import ENGINE_NOTICE, FrontendEndpoint
 from rose.utils.log import configure_logging, get_logger
 
 POLL_SECONDS = 0.05
@@ -43,14 +43,14 @@ class EngineNotice(msgspec.Struct, frozen=True, kw_only=True):
         """Tell the children."""
         draft = folder / "engine.draft"
         draft.write_bytes(msgspec.json.encode(self))
-        draft.replace(folder / "engine.json")
+        draft.replace(folder / ENGINE_NOTICE)
 
 
 class Follower:
     """Follows the engines that another process keeps."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / "engine.json"
+        self._path = folder / ENGINE_NOTICE
 
     async def keep(self, client: EngineClient) -> str:
         """Attach the client to each engine there is; never returns."""

@@ -40,6 +40,10 @@ LINGER_MS = 500
 _pair_numbers = itertools.count()
 
 
+ENGINE_NOTICE = "engine.json"
+"""File beside an engine's socket that tells frontends of other processes which engine there is."""
+
+
 class EngineEndpoint:
     """The engine's side: polls for messages, sends the events of a step; for one thread."""
 

@@ -19,7 +19,7 @@ import torch
 
 from rose.config.engine import EngineConfig
 from rose.engine.engine import LLMEngine
-from rose.protocol.channel import EngineEndpoint
+from rose.protocol.channel import ENGINE_NOTICE, EngineEndpoint
 from rose.protocol.event import EngineStatus
 from rose.server.launch import read_config
 from rose.server.service import EngineService
@@ -137,13 +137,13 @@ def run(
 
 
 def _remove_socket(address: str) -> None:
-    """Clear up for a parent that was killed: its private folder held nothing but the socket."""
+    """Clear up for a parent that was killed: its private folder held the socket and what it told its frontends."""
     if address.startswith("ipc://"):
         path = Path(address.removeprefix("ipc://"))
-        with contextlib.suppress(
-            OSError
-        ):  # gone already, or the folder holds more: then it is not ours
+        # Gone already, or the folder holds more: then it is not ours.
+        with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
+            (path.parent / ENGINE_NOTICE).unlink(missing_ok=True)
             path.parent.rmdir()
 
 

@@ -91,8 +91,9 @@ def test_a_token_outside_the_window_changes_only_full_layers():
     first, second = prompt(30), prompt(30)
     second[3] = (second[3] + 1) % 50
     difference_T = (gpt_oss.run(model, first) - gpt_oss.run(model, second)).abs().amax(dim=-1)
-    assert (difference_T[3:11] > 0).all()  # positions 3 .. 10 see position 3
-    assert (difference_T[11:] == 0).all()
+    assert (difference_T[3:11] > 1e-9).all()  # positions 3 .. 10 see position 3
+    # Not 0: another token's experts change how many rows a product of float64 has, and so the order of its sums.
+    assert (difference_T[11:] < 1e-13).all()
 
 
 def test_bf16_stays_near_float32():
