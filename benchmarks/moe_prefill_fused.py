@@ -144,7 +144,7 @@ def row_steps(library: FusedLibrary, x: Tensor, ids: Tensor, experts: int) -> di
             is_here.flatten()
         ]
         count = int(table.starts_E1[-1])
-        # One rounding to E4M3, as in moe_prefill_probe.py.
+        # One rounding to E4M3.
         return [problem("x", spread(*found, 128)[:count], wanted[:count], 4e-2, 5e-2)]
 
     return {"sort_256": lambda: sort(256), "sort_128": lambda: sort(128), "quantize": quantize}

@@ -226,7 +226,7 @@ def test_tables_are_counted_as_they_are():
     )
     real = sum(
         t.numel() * t.element_size()
-        for owner in (tables, tables.adjustments)
+        for owner in (tables, tables.adjustments, tables.masks)
         for t in vars(owner).values()
         if isinstance(t, torch.Tensor)
     )

@@ -21,7 +21,7 @@ from rose.runtime.plan import MAX_HIT_COLUMNS, PlanEntry, StepPlan
 from rose.runtime.staging import StagingRing
 from rose.sampling.adjustments import AdjustmentTable, adjustment_bytes
 from rose.sampling.batch import FLOATS, INTS, SamplingBatch, SamplingTable, pack
-from rose.sampling.masks import MaskTable
+from rose.sampling.masks import MaskTable, mask_bytes
 from rose.utils.device import DeviceFacts
 from rose.utils.math import ceil_div
 
@@ -34,7 +34,7 @@ def table_bytes(
     """Return the device bytes of `DeviceTables` but for what is a few KiB."""
     num_rows, num_columns = num_slots + 1, ceil_div(context_tokens, layout.page_tokens)
     pages = 4 * len(layout.kinds) * num_rows * num_columns
-    return pages + adjustment_bytes(num_rows, vocab_size)
+    return pages + adjustment_bytes(num_rows, vocab_size) + mask_bytes(num_rows, vocab_size)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -88,3 +88,8 @@ class MaskTable:
         self._operation.select(phase, len(slots_S))(
             slots_S, self.masks_RW, logits_SV=logits_SV[:, : self.vocab_size]
         )
+
+
+def mask_bytes(num_rows: int, vocab_size: int) -> int:
+    """Return the bytes of a MaskTable."""
+    return num_rows * 4 * ceil_div(vocab_size, BITS)

@@ -31,26 +31,11 @@ class PrefillShapes:
         return self.gate_up.block_n // 2
 
 
-def _shapes(
-    block_m: int, up_n: int, down_n: int, *, up_stages: int, down_stages: int, warps: int
-) -> PrefillShapes:
-    return PrefillShapes(
-        gate_up=TileShape(block_m=block_m, block_n=up_n, num_stages=up_stages, num_warps=warps),
-        down=TileShape(block_m=block_m, block_n=down_n, num_stages=down_stages, num_warps=warps),
-    )
-
-
-VARIANTS = {
-    "m128_n128_w8_s4": _shapes(128, 128, 128, up_stages=4, down_stages=5, warps=8),
-    "m128_n128_w8_s3": _shapes(128, 128, 128, up_stages=3, down_stages=4, warps=8),
-    "m64_n256_w8_s4": _shapes(64, 256, 256, up_stages=4, down_stages=4, warps=8),
-    "m64_n256_n128_w8_s4": _shapes(64, 256, 128, up_stages=4, down_stages=5, warps=8),
-    "m64_n128_w4_s4": _shapes(64, 128, 128, up_stages=4, down_stages=5, warps=4),
-    "m64_n128_w4_s3": _shapes(64, 128, 128, up_stages=3, down_stages=4, warps=4),
-}
-"""For benchmarks/moe_prefill_variants.py; which of them is fastest has not been measured yet.
-128 x 256 is missing: two float32 accumulators of that size spill (255 registers, 37 LDL)."""
-DEFAULT = VARIANTS["m128_n128_w8_s4"]
+DEFAULT = PrefillShapes(
+    gate_up=TileShape(block_m=128, block_n=128, num_stages=4, num_warps=8),
+    down=TileShape(block_m=128, block_n=128, num_stages=5, num_warps=8),
+)
+"""Not timed against others. 128 x 256 does not go: two float32 accumulators of that size spill (255 registers)."""
 
 
 def run_experts(
