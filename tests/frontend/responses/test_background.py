@@ -172,14 +172,17 @@ def test_a_failure_is_told_when_it_is_asked_for(talk, line):
     )
 
 
-def test_a_response_may_take_no_longer_than_an_answer(talk, line):
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_response_may_take_no_longer_than_an_answer(talk, line, is_asked):
     async def scenario(room):
+        if is_asked:
+            room.http.headers["x-request-timeout"] = "0.05"
         body = await room.create(background=True)
         failed = await until(lambda: room.get(body["id"]), "failed")
         assert "within 0.05 s" in failed["error"]["message"]
         await aborted(room)
 
-    talk(scenario, line(LONG, delay_ms=5), config={"request_timeout_s": 0.05})
+    talk(scenario, line(LONG, delay_ms=5), config={"request_timeout_s": 30 if is_asked else 0.05})
 
 
 def test_a_full_queue_is_told_as_such(talk, line):

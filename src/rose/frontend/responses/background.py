@@ -86,29 +86,27 @@ class Background:
         limits: Limits,
         metrics: Metrics,
         *,
-        timeout_s: float | None = None,
         hides: bool = False,
     ) -> None:
         """`hides`: this server hides reasoning, also in events that were kept when it was shown."""
         self._store = store
         self._limits = limits
         self._metrics = metrics
-        self._timeout_s = timeout_s
         self._hides = hides
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._turns: dict[str, Turn] = {}
         self._logs: OrderedDict[str, EventLog] = OrderedDict()
         self._beat: asyncio.Task[None] | None = None
 
-    def start(self, turn: Turn) -> EventLog:
-        """Run a turn; return its events, of which the first are there already."""
+    def start(self, turn: Turn, *, timeout_s: float | None = None) -> EventLog:
+        """Run a turn, so long at most; return its events, of which the first are there already."""
         response_id = turn.body.id
         log = self._logs[response_id] = EventLog()
         self._make_room()
         self._turns[response_id] = turn
         turn.keep()
         self._add(turn, log, turn.created())
-        task = self._tasks[response_id] = asyncio.create_task(self._run(turn, log))
+        task = self._tasks[response_id] = asyncio.create_task(self._run(turn, log, timeout_s))
         task.add_done_callback(lambda _: self._forget(response_id))
         if self._store.is_shared and (self._beat is None or self._beat.done()):
             self._beat = asyncio.create_task(self._keep_beating())
@@ -154,9 +152,9 @@ class Background:
         if self._tasks:
             await asyncio.wait(list(self._tasks.values()), timeout=timeout_s)
 
-    async def _run(self, turn: Turn, log: EventLog) -> None:
+    async def _run(self, turn: Turn, log: EventLog, timeout_s: float | None) -> None:
         try:
-            async with asyncio.timeout(self._timeout_s), aclosing(turn.events()) as source:
+            async with asyncio.timeout(timeout_s), aclosing(turn.events()) as source:
                 async for events in source:
                     self._add(turn, log, events)
         except asyncio.CancelledError:
@@ -165,9 +163,7 @@ class Background:
         except RequestError as error:
             self._fail(turn, log, error)
         except TimeoutError:
-            text = (
-                f"the response was not done within {self._timeout_s:g} s, the limit of this server"
-            )
+            text = f"the response was not done within {timeout_s:g} s, the limit of this request"
             self._fail(turn, log, RequestError("request_timeout", text))
         except Exception as bug:  # noqa: BLE001
             log_failure(bug)

@@ -59,7 +59,6 @@ class ResponsesRoutes:
             self._store,
             limits_of(config),
             metrics,
-            timeout_s=config.request_timeout_s or None,
             hides=hides,
         )
         metrics.registry.register(StoreGauges(self._store, self._background.num_running))
@@ -90,12 +89,12 @@ class ResponsesRoutes:
         raw = await read_body(request, max_bytes=self._config.max_request_bytes)
         asked = await parsed(raw, _read_request)
         self._jobs.check_model(asked.model)
+        timeout_s = timeout_of(request, self._config.request_timeout_s)
         status = self._client.require_ready()
         turn = await self._maker.turn(asked, status, owner=_owner(request), num_bytes=len(raw))
         if not asked.background:
-            timeout_s = timeout_of(request, self._config.request_timeout_s)
             return AnswerResponse(TurnSource(turn), self._metrics, timeout_s=timeout_s)
-        log = self._background.start(turn)
+        log = self._background.start(turn, timeout_s=timeout_s)
         if asked.stream:
             return AnswerResponse(LogSource(turn.body.id, log.read(0)), self._metrics)
         return _json(encode(turn.body))
