@@ -93,11 +93,12 @@ def test_requests_of_one_delay_take_their_steps_together():
         assert [e.request_id for e in events] == ["a", "b"]
 
 
-def test_an_abort_ends_a_request_without_a_word():
+def test_an_abort_ends_a_request():
     engine = _engine(ScriptLine(tokens=[1, 2], delay_ms=100))
     engine.take(_request(), 0.0)
-    engine.take(Abort(request_id="a"), 0.0)
-    engine.take(Abort(request_id="unknown"), 0.0)
+    [event] = engine.take(Abort(request_id="a"), 0.0)
+    assert event.reason == "abort"
+    assert engine.take(Abort(request_id="unknown"), 0.0) == []
     assert engine.status().num_running == 0
 
 

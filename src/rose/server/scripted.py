@@ -120,8 +120,8 @@ class ScriptedEngine:
             self._vocabularies = [message.key]
             return []
         if isinstance(message, Abort):
-            self._plays.pop(message.request_id, None)
-            return []
+            play = self._plays.pop(message.request_id, None)
+            return [] if play is None else [_finished(play, "abort")]
         problem = self._refusal(message)
         if problem is not None:
             return [problem]
@@ -222,12 +222,16 @@ class ScriptedEngine:
         if line.error is not None and not is_cut:
             error = ScriptError(message=line.error) if isinstance(line.error, str) else line.error
             return ErrorEvent(request_id=request_id, code=error.code, message=error.message)
-        return FinishedEvent(
-            request_id=request_id,
-            reason="length" if is_cut else line.finish_reason or "stop",
-            num_prompt_tokens=len(play.request.prompt_token_ids),
-            num_output_tokens=play.num_sent,
-        )
+        return _finished(play, "length" if is_cut else line.finish_reason or "stop")
+
+
+def _finished(play: _Play, reason: FinishReason) -> FinishedEvent:
+    return FinishedEvent(
+        request_id=play.request.request_id,
+        reason=reason,
+        num_prompt_tokens=len(play.request.prompt_token_ids),
+        num_output_tokens=play.num_sent,
+    )
 
 
 def _searchable(token_ids: Sequence[int]) -> str:
@@ -261,8 +265,10 @@ def serve(engine: ScriptedEngine, endpoint: EngineEndpoint) -> None:
         events += engine.step(time.monotonic())
         if events:
             endpoint.send(events)
+        text = "events of this request were lost; send it again"
         for request_id in endpoint.take_lost():
             engine.take(Abort(request_id=request_id), time.monotonic())
+            endpoint.send([ErrorEvent(request_id=request_id, code="engine_failed", message=text)])
 
 
 def decode_config(raw: bytes) -> ScriptConfig:
