@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from rose.frontend.errors import RequestError
@@ -88,6 +90,19 @@ def test_a_keyword_that_is_not_enforced_is_refused_by_name(keyword, is_deep):
     assert f"keyword {keyword!r}" in caught.value.message
     if is_deep:
         assert "#/properties/a/anyOf/1" in caught.value.message
+
+
+def test_references_with_more_ways_than_anyone_can_go_take_no_time():
+    count = 40  # each of two references leads to two more
+    defs = {
+        f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"$ref": f"#/$defs/d{i + 1}"}]}
+        for i in range(count)
+    }
+    names = sorted(defs, key=lambda name: -int(name[1:]))
+    ordered = {f"d{count}": {"type": "string"}, **{name: defs[name] for name in names}}
+    begin = time.monotonic()
+    _check({"$ref": "#/$defs/d0", "$defs": ordered})
+    assert time.monotonic() - begin < 5
 
 
 @pytest.mark.parametrize("schema", WRONG, ids=str)

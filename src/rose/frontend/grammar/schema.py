@@ -203,20 +203,22 @@ def _refuse_endless(schema: JsonSchema, param: str) -> None:
     """
     done: set[str] = set()
     for start in _references(schema):
-        pending: list[tuple[str, tuple[str, ...]]] = [(start, (start,))]
-        while pending:
-            reference, way = pending.pop()
-            if reference in done:
-                continue
-            for following in _followed(_target(schema, reference, param)):
-                if following in way:
-                    raise RequestError(
-                        "invalid_request",
-                        f"{param}: {quoted(following)} refers to itself and to nothing else; give it a type",
-                        param=param,
-                    )
-                pending.append((following, (*way, following)))
-        done.add(start)
+        # Each place is followed once: there may be more ways than anyone can go.
+        way = {} if start in done else {start: _followed(_target(schema, start, param))}
+        while way:
+            reference, rest = next(reversed(way.items()))
+            following = next(rest, None)
+            if following is None:
+                del way[reference]
+                done.add(reference)
+            elif following in way:
+                raise RequestError(
+                    "invalid_request",
+                    f"{param}: {quoted(following)} refers to itself and to nothing else; give it a type",
+                    param=param,
+                )
+            elif following not in done:
+                way[following] = _followed(_target(schema, following, param))
 
 
 def _references(schema: Any) -> Iterator[str]:
