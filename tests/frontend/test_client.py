@@ -222,16 +222,19 @@ def test_what_had_begun_is_not_sent_again():
 
 def test_an_engine_that_is_replaced_without_a_word_takes_nobody_with_it():
     async def scenario():
-        client = await _supervised(_engine(delay_ms=20))
-        begun = asyncio.create_task(_read(client, "a"))
-        await asyncio.sleep(0.03)
-        waiting = asyncio.create_task(_read(client, "b"))
-        await asyncio.sleep(0.01)
-        second = _engine()
-        client.attach(second)
-        *_, last = await asyncio.wait_for(begun, 1)
+        slow = ScriptLine(tokens=[7] * 1000, delay_ms=20)
+        first = fake_engine.FakeEngine(slow, ScriptLine(tokens=[7], delay_ms=60_000))
+        client = await _supervised(first)
+        async with client.submit(_request("a", 1000)) as begun:
+            await anext(begun)
+            waiting = asyncio.create_task(_read(client, "b"))
+            while len(first.requests) < 2:
+                await asyncio.sleep(0.001)
+            second = _engine()
+            client.attach(second)
+            *_, last = [event async for event in begun]
         assert last.code == "engine_failed"
-        assert len(await asyncio.wait_for(waiting, 1)) == 4
+        assert len(await waiting) == 4
         assert [r.request_id for r in second.requests] == ["b"]
         await client.close()
 
