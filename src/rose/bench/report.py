@@ -5,6 +5,7 @@ Reads JSON lines only; measures nothing and needs no torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -134,7 +135,9 @@ def _configurations(results: Results, targets: Targets, model: str) -> list[str]
     experts = [x["distinct_experts"] for x in lines if x["bench"] == "prefill"]
     if experts:
         parts.append(f"Experts hit per layer by 256 sequences: {experts[0]:g}")
-    commands = "\n".join(f"- `{c}`" for c in dict.fromkeys(x["command"] for x in lines))
+    # Where a run put its lines says nothing about how to repeat it.
+    said = (re.sub(r" --json \S+", " --json FILE", x["command"]) for x in lines)
+    commands = "\n".join(f"- `{c}`" for c in dict.fromkeys(said))
     return [". ".join(parts) + ".", f"Measured by\n\n{commands}"]
 
 
