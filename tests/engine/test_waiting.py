@@ -67,6 +67,10 @@ def test_the_queue_is_bounded_in_tokens_but_an_empty_one_takes_any_prompt():
     queue.remove(sequence)
     assert queue.num_tokens == 0
     assert queue.refusal(500) is None
+    assert queue.refusal(40, num_opening_tokens=60) is None
+    refusal = queue.refusal(41, num_opening_tokens=60)
+    assert refusal is not None
+    assert "0 requests with 60 tokens" in refusal
 
 
 def test_an_unknown_policy_is_refused_with_the_known_ones():

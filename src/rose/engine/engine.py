@@ -424,7 +424,9 @@ class LLMEngine:
                 f"{len(queue)} requests are waiting and {num_opening} have their grammars built, which is the most "
                 "this server queues (scheduler.max_waiting)"
             )
-        return queue.refusal(len(request.prompt_token_ids))
+        return queue.refusal(
+            len(request.prompt_token_ids), num_opening_tokens=self.grammars.num_opening_tokens
+        )
 
     def _grammar_refusal(self, request_id: str, constraint: Constraint) -> ErrorEvent | None:
         if self.grammars.knows(constraint):

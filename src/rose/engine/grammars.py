@@ -69,6 +69,11 @@ class Grammars:
         """Return how many requests wait for their grammars to be built."""
         return len(self._opening)
 
+    @property
+    def num_opening_tokens(self) -> int:
+        """Return how many tokens they have together."""
+        return sum(sequence.num_tokens for sequence in self._opening.values())
+
     def learn(self, vocabulary: Vocabulary) -> None:
         """Get to know a vocabulary; takes most of a second for 200,000 tokens, once.
 

@@ -44,17 +44,20 @@ class WaitingQueue:
         """Whether any other request must be refused."""
         return len(self._sequences) >= self._config.max_waiting
 
-    def refusal(self, num_prompt_tokens: int) -> str | None:
-        """Return why there is no room for a prompt of so many tokens, or None; an empty queue takes any."""
-        config = self._config
+    def refusal(self, num_prompt_tokens: int, *, num_opening_tokens: int = 0) -> str | None:
+        """Return why there is no room for a prompt of so many tokens, or None; an empty queue takes any.
+
+        num_opening_tokens: of requests that will queue once their grammars are built
+        """
+        config, num_tokens = self._config, self.num_tokens + num_opening_tokens
         if self.is_full:
             return (
                 f"{len(self)} requests are waiting, which is the most this server queues "
                 "(scheduler.max_waiting)"
             )
-        if self and self.num_tokens + num_prompt_tokens > config.max_waiting_tokens:
+        if num_tokens and num_tokens + num_prompt_tokens > config.max_waiting_tokens:
             return (
-                f"{len(self)} requests with {self.num_tokens} tokens are waiting and this one has "
+                f"{len(self)} requests with {num_tokens} tokens are waiting and this one has "
                 f"{num_prompt_tokens}; this server queues {config.max_waiting_tokens} tokens at most "
                 "(scheduler.max_waiting_tokens)"
             )

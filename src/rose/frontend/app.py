@@ -33,6 +33,7 @@ from rose.frontend.openapi import document
 from rose.frontend.parsing import MAX_QUOTED, parse_chat, parse_completion, parse_json
 from rose.frontend.reply import JSON
 from rose.frontend.responses.routes import ResponsesRoutes
+from rose.frontend.responses.store import StoreError
 from rose.frontend.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -185,6 +186,10 @@ def create_app(
         metrics.answered(endpoint, error.kind.status, "error")
         return _error_response(error)
 
+    async def on_store_error(request: Request, error: Exception) -> Response:
+        told = f"{error}; try again later, or send the whole conversation with store: false"
+        return await on_request_error(request, RequestError("store_unavailable", told))
+
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         await client.start()
@@ -221,6 +226,7 @@ def create_app(
         ],
         exception_handlers={
             RequestError: on_request_error,
+            StoreError: on_store_error,
             HTTPException: _on_http_error,
             ClientDisconnect: on_disconnect,
         },

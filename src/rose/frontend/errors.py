@@ -58,6 +58,7 @@ KINDS: dict[str, ErrorKind] = {
     "engine_loading": ErrorKind(503, SERVER, retry_after_s=5),
     "engine_unavailable": ErrorKind(503, SERVER, retry_after_s=5),
     "shutting_down": ErrorKind(503, SERVER, retry_after_s=5),
+    "store_unavailable": ErrorKind(503, SERVER, retry_after_s=5),
     "request_timeout": ErrorKind(504, SERVER),
     "engine_failed": ErrorKind(500, SERVER),
     "internal_error": ErrorKind(500, SERVER),

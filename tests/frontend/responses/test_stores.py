@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import sqlite3
 import stat
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from rose.frontend.config import FrontendConfig
 from rose.frontend.responses import background
 from rose.frontend.responses.file_store import FileStore
-from rose.frontend.responses.store import Limits, MemoryStore, Record
+from rose.frontend.responses.store import Limits, MemoryStore, Record, StoreError
 from rose.utils.errors import ConfigError
 
 ANSWER = "<|channel|>final<|message|>Four.<|return|>"
@@ -116,6 +117,45 @@ def test_events_count_and_go_with_their_record(tmp_path):
     assert (store.get("a"), store.events("a", 0)) == (None, [])
     assert store.delete("b")
     assert store.num_bytes() == 0
+
+
+def test_a_file_that_cannot_be_used_says_so_whatever_is_asked(tmp_path):
+    path = tmp_path / "responses"
+    store = FileStore(str(path), Limits(num_records=3, num_bytes=3000, seconds=60.0))
+    store.put(record("a"))
+    with contextlib.closing(sqlite3.connect(path)) as other:
+        other.executescript("DROP TABLE records; DROP TABLE events")
+    for use in (
+        lambda: store.get("a"),
+        lambda: store.put(record("b")),
+        lambda: store.events("a", 0),
+        store.num_records,
+        store.num_bytes,
+    ):
+        with pytest.raises(StoreError, match="cannot be used: no such table"):
+            use()
+
+
+def test_a_store_that_fails_is_no_bug_of_the_server(talk, tmp_path):
+    path = tmp_path / "responses"
+
+    async def scenario(room):
+        body = await room.create()
+        with contextlib.closing(sqlite3.connect(path)) as other:
+            other.executescript("DROP TABLE records")
+        found = await room.http.get(f"/v1/responses/{body['id']}")
+        assert found.status_code == 503
+        assert "retry-after" in found.headers
+        next_turn = await room.create(status=503, previous_response_id=body["id"])
+        for answer in (found.json(), next_turn):
+            assert answer["error"]["code"] == "store_unavailable"
+        metrics = await room.http.get("/metrics")
+        assert metrics.status_code == 200
+        assert "rose_responses_in_background" in metrics.text
+        assert "rose_responses_stored " not in metrics.text
+        assert (await room.create())["store"] is False  # answered all the same, and it says so
+
+    talk(scenario, ANSWER, config={"response_store": str(path)})
 
 
 @pytest.fixture

@@ -101,11 +101,12 @@ class FileStore:
 
     def events(self, response_id: str, first: int) -> list[bytes]:
         """Return the events from number `first` on."""
-        rows = self._file.execute(
-            "SELECT raw FROM events WHERE id = ? AND number >= ? ORDER BY number",
-            (response_id, first),
-        )
-        return [raw for (raw,) in rows]
+        with _told():
+            rows = self._file.execute(
+                "SELECT raw FROM events WHERE id = ? AND number >= ? ORDER BY number",
+                (response_id, first),
+            )
+            return [raw for (raw,) in rows]
 
     def ask_to_end(self, response_id: str) -> None:
         """Ask whoever runs a response to cancel it."""
@@ -127,10 +128,11 @@ class FileStore:
         self._file.close()
 
     def _sums(self) -> tuple[int, int]:
-        row = self._file.execute(
-            "SELECT count(*), total(raw_bytes + event_bytes) FROM records WHERE used > ?",
-            (self._clock() - self._limits.seconds,),
-        ).fetchone()
+        with _told():
+            row = self._file.execute(
+                "SELECT count(*), total(raw_bytes + event_bytes) FROM records WHERE used > ?",
+                (self._clock() - self._limits.seconds,),
+            ).fetchone()
         return row[0], int(row[1])
 
     def _make_room(self, change: Callable[..., sqlite3.Cursor], now: float) -> None:
@@ -160,7 +162,7 @@ class FileStore:
 
         Raises  StoreError where the file cannot be written
         """
-        try:
+        with _told():
             self._file.execute("BEGIN IMMEDIATE")
             try:
                 yield self._file.execute
@@ -168,8 +170,15 @@ class FileStore:
                 self._file.execute("ROLLBACK")
                 raise
             self._file.execute("COMMIT")
-        except sqlite3.Error as error:
-            raise StoreError(f"the file of responses cannot be used: {error}") from error
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Say what SQLite says as a StoreError."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise StoreError(f"the file of responses cannot be used: {error}") from error
 
 
 def _open(path: str) -> sqlite3.Connection:
