@@ -7,6 +7,7 @@ made-up table of this file.
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -60,6 +61,8 @@ def demo(model: str | None, questions: tuple[str, ...], temperature: float) -> N
     """
     import httpx
 
+    # Whoever ends this command ends its server too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     begin = time.perf_counter()
     with running_server(model) as url, httpx.Client(base_url=url, timeout=300) as http:
         click.secho(f"server ready in {time.perf_counter() - begin:.1f} s at {url}", fg="green")

@@ -35,11 +35,13 @@ class EngineAsker:
         from rose.engine.engine import LLMEngine
         from rose.frontend.formatters.registry import build_formatter
         from rose.frontend.tokenizer import load_tokenizer
+        from rose.utils.threads import fit_threads
 
         self.tokenizer = load_tokenizer(folder)
         self._formatter = build_formatter("harmony", self.tokenizer)
         config = EngineConfig(model=str(folder), device=device, quant=QuantConfig(weights=weights))
         self.engine = LLMEngine.from_config(config)
+        fit_threads(self.engine.model.weight_bytes, config.device)
 
     def ask(self, examples: Sequence[Example]) -> list[Reply]:
         """Answer all in one batch, as many at a time as the engine takes."""

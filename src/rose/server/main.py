@@ -15,22 +15,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from rose.config.engine import EngineConfig
 from rose.engine.engine import LLMEngine
 from rose.protocol.channel import ENGINE_NOTICE, EngineEndpoint
 from rose.protocol.event import EngineStatus
 from rose.server.launch import read_config
 from rose.server.service import EngineService
-from rose.utils.device import detect
 from rose.utils.errors import RoseError
 from rose.utils.log import configure_logging, get_logger
+from rose.utils.threads import fit_threads
 
 REPORT_SECONDS = 0.5
-ONE_THREAD_BYTES = 64 << 20
-"""Below, threads wait for each other longer than they work: the embedded model (2 cores, other work beside it)
-took 0.015 s per token with one thread and 0.3 to 0.6 s with two."""
 FAREWELL_SECONDS = 1.0
 """A start may fail before the frontend has connected; the reason should still reach it."""
 
@@ -153,10 +148,7 @@ def load(config: EngineConfig, report: Callable[[str], None]) -> LLMEngine:
     Raises  ConfigError, CheckpointError
     """
     engine = LLMEngine.from_config(config, report=report)
-    weight_bytes = engine.model.weight_bytes
-    if detect(config.device).kind == "cpu" and weight_bytes < ONE_THREAD_BYTES:
-        torch.set_num_threads(1)
-        _logger.info("a model of %.1f MB on a CPU: one thread", weight_bytes / 1e6)
+    fit_threads(engine.model.weight_bytes, config.device)
     return engine
 
 
