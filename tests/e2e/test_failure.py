@@ -47,7 +47,8 @@ class Client(threading.Thread):
         for line in text.splitlines():
             found = json.loads(line.removeprefix("data: ")) if "{" in line else {}
             self.error = found.get("error", self.error)
-        self.done = text.rstrip().endswith("data: [DONE]") or self.status != 200
+        is_stream = self._body.get("stream", False) and self.status == 200
+        self.done = text.rstrip().endswith("data: [DONE]" if is_stream else "}")
         self.ended = time.monotonic()
 
 
