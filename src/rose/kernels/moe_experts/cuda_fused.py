@@ -45,7 +45,7 @@ VARIANTS = {
     "r128_late": FusedShapes(rows=128, late=True),
 }
 DEFAULT = VARIANTS["r256"]
-"""Of MXFP4; E4M3 is fastest with r128_late where routing is spread (docs/performance.md)."""
+"""Of MXFP4; E4M3 is fastest with r128 where routing is spread (docs/performance.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
