@@ -500,9 +500,14 @@ __device__ __forceinline__ void store_rows(const float (&total)[2][64], const Pr
   }
 }
 
-// Sums start at the bias, which the tile's first stage carries.
+// Sums start at the bias, which the tile's first stage carries. ROSE_NO_BIAS and ROSE_WHOLE_TAIL measure what two
+// choices cost (benchmarks/design_points.py): sums that start at zero, a last half stage that is multiplied whole.
 template <typename P>
 __device__ __forceinline__ void seed(float (&total)[2][64], uint32_t bias, int q) {
+#ifdef ROSE_NO_BIAS
+#pragma unroll
+  for (int j = 0; j < 64; ++j) total[0][j] = total[1][j] = 0.f;
+#else
 #pragma unroll
   for (int s = 0; s < P::kRuns; ++s) {
 #pragma unroll
@@ -517,6 +522,7 @@ __device__ __forceinline__ void seed(float (&total)[2][64], uint32_t bias, int q
 #pragma unroll
     for (int j = 0; j < 64; ++j) total[1][j] = total[0][j];
   }
+#endif
 }
 
 // Wait for a stage and multiply it. `scales_at`: where this thread's scales of A are beside the stage.
@@ -571,7 +577,11 @@ __device__ __forceinline__ void consume(const Problem& p, int num_items, const S
           stage<P, 4>(total, at, ring, scales_at, pieces, consumer);
         }
         if (k_full < k_blocks) {
+#ifdef ROSE_WHOLE_TAIL
+          stage<P, 4>(total, at, ring, scales_at, pieces, consumer);
+#else
           stage<P, 2>(total, at, ring, scales_at, pieces, consumer);
+#endif
           ring.next();
         }
         const int thread = thread_again();
