@@ -187,13 +187,10 @@ def cuda_shapes(batch: int, experts: int, impl: Any, *, is_fp8: bool = False) ->
     sizes = {"D": D, "I": INNER, "E": experts, "K": K}
     shapes = [impl.choose(batch, sizes, is_fp8=is_fp8)]
     shapes.append(dataclasses.replace(shapes[0], is_dependent=False))
-    shapes.append(dataclasses.replace(shapes[0], is_fused=not shapes[0].is_fused))
-    for tiles, warps, blocks, stages in itertools.product((1, 2), (8, 12), (1, 2), (7, 4, 3)):
-        if (tiles == 2 and batch <= 8) or (is_fp8 and warps != 8):
+    for width, warps, blocks, stages in itertools.product((8, 16), (8, 12), (1, 2), (7, 4, 3)):
+        if (width == 16 and batch <= 8) or (is_fp8 and warps != 8):
             continue
-        wanted = impl.Launch(
-            tiles=tiles, warps=warps, blocks_per_sm=blocks, stages=stages, is_fused=batch <= 16
-        )
+        wanted = impl.Launch(width=width, warps=warps, blocks_per_sm=blocks, stages=stages)
         found = impl.fitted(wanted, batch, sizes, is_fp8=is_fp8)
         if found is not None and found not in shapes:
             shapes.append(found)
@@ -218,13 +215,15 @@ def bench_moe(args: argparse.Namespace, out: Recorder) -> None:
                 experts_reference(**wanted)
             case = cases_module("moe_experts")._case("x", batch, {"D": D})
             tolerance = cases_module("moe_experts").tolerance(case)
-            variants = [(cuda, s) for s in cuda_shapes(batch, experts, cuda, is_fp8=is_fp8)]
+            variants: list[Any] = [
+                (cuda.EXPERTS, s) for s in cuda_shapes(batch, experts, cuda, is_fp8=is_fp8)
+            ]
             if out.shard is not None:
                 variants = []  # nvcc has compiled; only Triton's kernels need it
             if not is_fp8:
                 variants += [(gluon, s) for s in gluon_shapes(batch, experts, gluon)]
             for impl, shape in variants[:3] if args.quick else variants:
-                name = "cuda" if impl is cuda else "gluon"
+                name = "gluon" if impl is gluon else "cuda"
                 tag = "_fp8" if is_fp8 else ""
                 line = {"op": f"moe_{model}{tag}", "batch": batch}
                 line["config"] = f"{name} {short(shape)}"
@@ -243,7 +242,7 @@ def bench_moe(args: argparse.Namespace, out: Recorder) -> None:
                         lambda i, s=shape, a=calls, m=impl: m.launch(s, **a[i]), len(calls)
                     )
                     out.add(**line, us=us, tb_per_s=hit * expert_bytes / us / 1e6, distinct=hit)
-                    if impl is cuda:
+                    if impl is not gluon:
                         _time_parts(impl, shape, calls, line, out, hit, up_bytes, expert_bytes)
                 except Exception as error:  # noqa: BLE001
                     out.add(**line, error=repr(error)[:300])
@@ -276,7 +275,7 @@ def _time_parts(
     impl: Any, shape: Any, calls: list[dict[str, Any]], line: dict[str, Any], out: Recorder,
     hit: float, up_bytes: int, expert_bytes: int,
 ) -> None:  # fmt: skip
-    """Time gate_up and down of the CUDA kernel alone, without the fused sum."""
+    """Time gate_up and down of the CUDA kernel alone."""
     num_pairs = calls[0]["expert_ids_TK"].numel()
     act = torch.randn(num_pairs, INNER, device="cuda").bfloat16()
     y = torch.empty(num_pairs, D, device="cuda")
@@ -284,15 +283,12 @@ def _time_parts(
     def up(i: int) -> None:
         c = calls[i]
         impl.gate_up(
-            shape, c["x_TD"], c["expert_ids_TK"], c["weights"], act, None, alpha=1.702, limit=7.0
+            shape, c["x_TD"], c["expert_ids_TK"], c["weights"], act, alpha=1.702, limit=7.0
         )
 
     def down(i: int) -> None:
         c = calls[i]
-        impl.down(
-            shape, act, c["expert_ids_TK"], c["expert_weights_TK"], c["weights"], y, None,
-            c["out_TD"],
-        )  # fmt: skip
+        impl.down(shape, act, c["expert_ids_TK"], c["weights"], y)
 
     for name, part, size in (("up", up, up_bytes), ("down", down, expert_bytes - up_bytes)):
         us = time_call(part, len(calls))

@@ -17,74 +17,78 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from decode_variants import EXPERTS, INNER, D, K, Recorder, _moe_calls, expert_layers, time_call
+from decode_variants import (
+    EXPERTS,
+    INNER,
+    D,
+    K,
+    Recorder,
+    _moe_calls,
+    _time_parts,
+    expert_layers,
+    short,
+    time_call,
+)
 
 from rose.kernels import registry
 from rose.kernels.build import CudaLibrary
 from rose.kernels.cases import compare
 from rose.kernels.check import cases_module
+from rose.kernels.moe_experts.cuda_decode_calls import DecodeExperts, Launch
 from rose.kernels.moe_experts.reference import reference as experts_reference
 from rose.kernels.sample.reference import reference as sample_reference
 
 registry.load("moe_experts")
 registry.load("sample")
 STREAM: Any = importlib.import_module("rose.kernels.moe_experts.cuda_decode_impl")
-GLUON: Any = importlib.import_module("rose.kernels.moe_experts.gluon_decode_impl")
-WIDE: Any = importlib.import_module("rose.kernels.moe_experts.cuda_warpgroup_impl")
+RING: Any = importlib.import_module("rose.kernels.moe_experts.cuda_ring_impl")
 CLUSTER: Any = importlib.import_module("rose.kernels.sample.cuda_cluster_impl")
 TRITON_SAMPLE: Any = importlib.import_module("rose.kernels.sample.triton_impl")
 
-WIDE_LIBRARY = CudaLibrary(WIDE.LIBRARY.source, defines=("ROSE_ALL_SHAPES",))
-WIDE._gate_up = WIDE_LIBRARY.launcher("launch_gate_up_wide", WIDE.GATE_UP_TYPES)
-WIDE._down = WIDE_LIBRARY.launcher("launch_down_wide", WIDE.DOWN_TYPES)
+RING_LIBRARY = CudaLibrary(RING.LIBRARY.source, defines=("ROSE_ALL_SHAPES",))
+RING_EXPERTS = DecodeExperts(RING_LIBRARY)
 
 
 def libraries(args: argparse.Namespace) -> list[CudaLibrary]:
     """Return what has to be compiled."""
     found = [CLUSTER.LIBRARY] if "sample" in args.ops else []
     if {"20b", "120b"} & set(args.ops):
-        found += [STREAM.LIBRARY, WIDE_LIBRARY]
+        found += [STREAM.LIBRARY, RING_LIBRARY]
     return found
 
 
 Variants = Callable[[int, int], Iterator[tuple[str, Any, Any]]]
 
 
-def wide_shapes(batch: int, experts: int) -> Iterator[Any]:
-    """Return the launch shapes of the warpgroup kernel worth timing."""
+def ring_shapes(batch: int, experts: int) -> Iterator[Launch]:
+    """Return the launch shapes of the ring kernel worth timing."""
     sizes = {"D": D, "I": INNER, "E": experts, "K": K}
     mean = batch * K / experts
-    widths = [8] if mean <= 2 else [8, 16] if mean <= 6 else [16, 24, 32]
-    for width in widths:
-        for groups in (4, 3):
-            shape = WIDE.Launch(width=width, groups=groups)
-            if (width > 16 and groups == 4) or not WIDE.fits(shape, batch, sizes):
-                continue
-            yield shape
-            if batch <= 16:
-                yield replace(shape, is_fused=True)
-                yield replace(shape, fetches=True)
+    if mean <= 6:
+        yield Launch(width=8, warps=16, stages=4)
+    if mean > 2:
+        for width, groups, stages in ((16, 3, 4), (24, 3, 2), (24, 2, 3)):
+            shape = Launch(width=width, warps=4 * groups, stages=stages)
+            if RING.fits(shape, batch, sizes):
+                yield shape
 
 
 def moe_variants(batch: int, experts: int) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, module, launch shape), those in force first."""
+    """Yield (name, what has `launch`, launch shape), those in force first."""
     sizes = {"D": D, "I": INNER, "E": experts, "K": K}
-    yield "stream", STREAM, STREAM.choose(batch, sizes)
-    if batch > 64:
-        yield "gluon", GLUON, GLUON.choose(batch, sizes)
-    for shape in wide_shapes(batch, experts):
-        yield "wide", WIDE, shape
+    yield "stream", STREAM.EXPERTS, STREAM.choose(batch, sizes)
+    for shape in ring_shapes(batch, experts):
+        yield "ring", RING_EXPERTS, shape
 
 
 def bench_moe(
     model: str, args: argparse.Namespace, out: Recorder, variants: Variants = moe_variants
 ) -> None:
-    """Check, then time the experts of one model; `variants` gives (name, module, launch shape)."""
+    """Check, then time the experts of one model; `variants` gives (name, what has `launch`, launch shape)."""
     experts = EXPERTS[model]
     layers = expert_layers(experts)
     expert_bytes = (layers[0].gate_up.num_bytes + layers[0].down.num_bytes) // experts
@@ -99,7 +103,7 @@ def bench_moe(
             wanted.append(other["out_TD"])
         tolerance = cases.tolerance(cases._case("x", batch, {"D": D}))
         for name, module, shape in variants(batch, experts):
-            line = {"op": f"moe_{model}", "batch": batch, "config": f"{name} {_short(shape)}"}
+            line = {"op": f"moe_{model}", "batch": batch, "config": f"{name} {short(shape)}"}
             if time.time() > args.deadline:
                 out.late += 1
                 continue
@@ -109,55 +113,17 @@ def bench_moe(
                     call["out_TD"].fill_(float("nan"))
                     module.launch(shape, **call)
                     wrong = wrong or compare("out", call["out_TD"], right, tolerance)
-                if wrong is not None and "alone" not in name:
+                if wrong is not None:
                     out.add(**line, error=f"wrong: {wrong}"[:300])
                     continue
                 us = time_call(
                     lambda i, m=module, s=shape, a=calls: m.launch(s, **a[i]), len(calls)
                 )
                 out.add(**line, us=us, tb_per_s=hit * expert_bytes / us / 1e6, distinct=hit)
-                if module is not GLUON:
-                    _time_parts(module, shape, calls, line, out, hit, up_bytes, expert_bytes)
+                _time_parts(module, shape, calls, line, out, hit, up_bytes, expert_bytes)
             except Exception as error:  # noqa: BLE001
                 out.add(**line, error=repr(error)[:300])
         torch.cuda.empty_cache()
-
-
-def _short(shape: Any) -> str:
-    text = str(shape)
-    return text[text.index("(") :]
-
-
-def _time_parts(
-    module: Any, shape: Any, calls: list[dict[str, Any]], line: dict[str, Any], out: Recorder,
-    hit: float, up_bytes: int, expert_bytes: int,
-) -> None:  # fmt: skip
-    """Time gate_up and down alone, without the fused sum."""
-    pairs = calls[0]["expert_ids_TK"].numel()
-    act, y = (
-        torch.randn(pairs, INNER, device="cuda").bfloat16(),
-        torch.empty(pairs, D, device="cuda"),
-    )
-
-    def up(i: int) -> None:
-        c = calls[i]
-        module.gate_up(
-            shape, c["x_TD"], c["expert_ids_TK"], c["weights"], act, None, alpha=1.702, limit=7.0
-        )
-
-    def down(i: int) -> None:
-        c = calls[i]
-        module.down(
-            shape, act, c["expert_ids_TK"], c["expert_weights_TK"], c["weights"], y, None,
-            c["out_TD"],
-        )  # fmt: skip
-
-    for name, part, size in (("up", up, up_bytes), ("down", down, expert_bytes - up_bytes)):
-        us = time_call(part, len(calls))
-        out.add(
-            op=f"{line['op']}_{name}", batch=line["batch"], config=line["config"], us=us,
-            tb_per_s=hit * size / us / 1e6,
-        )  # fmt: skip
 
 
 # Sampling

@@ -1,5 +1,5 @@
-// Runs the kernel of ring.cuh on threads of a CPU, one block after the other.
-#include "ring.cuh"
+// Runs the kernel of decode_ring.cuh on threads of a CPU, one block after the other.
+#include "decode_ring.cuh"
 
 namespace rose::moe_decode {
 alignas(1024) uint8_t shared[512 << 10];
@@ -41,13 +41,12 @@ int run_columns(const Call& call, int blocks) {
 }
 
 template <bool kGateUp>
-int dispatch_ring(const Call& call, int width, int groups, int stages, int blocks, int, void*) {
-  if (width == 8 && groups == 2 && stages == 3) return run_columns<kGateUp, 8, 2, 3>(call, blocks);
-  if (width == 16 && groups == 1 && stages == 2) return run_columns<kGateUp, 16, 1, 2>(call, blocks);
-  if (width == 24 && groups == 1 && stages == 3) return run_columns<kGateUp, 24, 1, 3>(call, blocks);
+int dispatch(const Call& call, int width, int warps, int blocks, bool, void*) {
+  if (width == 8 && warps == 8 && call.stages == 3) return run_columns<kGateUp, 8, 2, 3>(call, blocks);
+  if (width == 16 && warps == 4 && call.stages == 2) return run_columns<kGateUp, 16, 1, 2>(call, blocks);
+  if (width == 24 && warps == 4 && call.stages == 3) return run_columns<kGateUp, 24, 1, 3>(call, blocks);
   return 1;
 }
 
 using cudaStream_t = void*;
-using rose::moe_decode::Call;
-#include "ring_launchers.cuh"
+#include "decode_launchers.cuh"

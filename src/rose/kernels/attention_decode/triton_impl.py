@@ -7,13 +7,15 @@ combined in order by a second kernel, so the result does not depend on which par
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rose.kernels import dependent
 from rose.kernels.registry import Band, Implementation, Sizes, register
 from rose.utils.math import ceil_div, next_power_of_two
 
@@ -28,6 +30,8 @@ class Launch:
     num_splits: int
     num_warps: int = 4
     num_stages: int = 3
+    is_dependent: bool = False
+    """Programmatic dependent launch."""
 
 
 @triton.jit
@@ -36,7 +40,11 @@ def _part_kernel(
     scale_log2, q_stride, table_stride, page_stride, value_stride, head_stride,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     kv_head, split = tl.program_id(0), tl.program_id(1)
     sequence = tl.program_id(2).to(tl.int64)
     length = tl.load(lengths_ptr + sequence)
@@ -108,7 +116,11 @@ def _part_kernel(
 def _combine_kernel(
     part_ptr, stats_ptr, lengths_ptr, out_ptr,
     NUM_HEADS: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PADDED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
     split = tl.arange(0, SPLITS_PADDED)
     column = tl.arange(0, D)
@@ -167,19 +179,22 @@ def run(
         shape = (num_sequences, num_heads, splits)
         part = torch.empty((*shape, head_dim), dtype=torch.float32, device=q_SHD.device)
         stats = torch.empty((*shape, 2), dtype=torch.float32, device=q_SHD.device)
+    options = dependent.options(launch.is_dependent)
     _part_kernel[(num_kv_heads, splits, num_sequences)](
         q_SHD, kv_pages, page_table_SP, lengths_S, sinks_H, out_SHD, part, stats,
         scale * LOG2_E, q_SHD.stride(0), page_table_SP.stride(0),
         kv_pages.stride(0), kv_pages.stride(1), kv_pages.stride(2),
         NUM_HEADS=num_heads, GROUP=group, ROWS=max(16, next_power_of_two(group)), D=head_dim,
         PAGE=page_tokens, BLOCK=launch.block_tokens, WINDOW=window_tokens or 0, SPLITS=splits,
-        num_warps=launch.num_warps, num_stages=launch.num_stages,
+        PDL=launch.is_dependent, num_warps=launch.num_warps, num_stages=launch.num_stages,
+        **options,
     )  # fmt: skip
     if splits > 1:
         _combine_kernel[(num_heads, num_sequences)](
             part, stats, lengths_S, out_SHD,
             NUM_HEADS=num_heads, D=head_dim, SPLITS=splits,
-            SPLITS_PADDED=next_power_of_two(splits), num_warps=4,
+            SPLITS_PADDED=next_power_of_two(splits), PDL=launch.is_dependent, num_warps=4,
+            **options,
         )  # fmt: skip
 
 
@@ -196,6 +211,7 @@ def attention_decode(
     out_SHD: Tensor,
 ) -> None:
     """See the contract."""
+    launch = choose(q_SHD.shape[0], kv_pages.shape[2], max_length, window_tokens)
     run(
         q_SHD,
         kv_pages,
@@ -205,7 +221,7 @@ def attention_decode(
         scale=scale,
         window_tokens=window_tokens,
         out_SHD=out_SHD,
-        launch=choose(q_SHD.shape[0], kv_pages.shape[2], max_length, window_tokens),
+        launch=replace(launch, is_dependent=dependent.pays(q_SHD)),
     )
 
 

@@ -7,10 +7,10 @@ sums in memory. Bias and residual are added in float32 before the one rounding.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
+from rose.kernels import dependent
 from rose.kernels.gemm import gluon_decode_device as device
 from rose.kernels.registry import Band, Implementation, Sizes, register
 from rose.kernels.weights import LinearWeights
@@ -73,7 +73,6 @@ def launch(
     matrix_NK, bias_N = weights.matrix.values, weights.bias_N
     num_rows, num_columns = matrix_NK.shape
     num_tokens = x_TK.shape[0]
-    common: dict[str, Any] = {"launch_pdl": True} if shape.is_dependent else {}
     device.gemm_kernel[(ceil_div(num_rows, shape.rows), ceil_div(num_tokens, shape.tokens))](
         x_TK, matrix_NK, matrix_NK if bias_N is None else bias_N,
         out_TN if residual_TN is None else residual_TN, out_TN, num_tokens, x_TK.stride(0),
@@ -81,7 +80,7 @@ def launch(
         TOKENS=shape.tokens, UNITS=shape.units, STAGES=shape.stages,
         HAS_BIAS=bias_N is not None, HAS_RESIDUAL=residual_TN is not None,
         PDL=shape.is_dependent, num_warps=shape.parts * shape.warps_m,
-        maxnreg=shape.max_registers, **common,
+        maxnreg=shape.max_registers, **dependent.options(shape.is_dependent),
     )  # fmt: skip
 
 

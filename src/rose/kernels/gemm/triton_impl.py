@@ -6,8 +6,7 @@ parts in order; no atomics, so results repeat exactly. Weights are bf16, float32
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -15,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rose.kernels import dependent
 from rose.kernels.registry import Band, Implementation, Sizes, register
 from rose.kernels.weights import LinearWeights
 from rose.utils.math import ceil_div, next_power_of_two
@@ -167,12 +167,10 @@ def gemm(
     if x_TK.shape[0] == 0:
         return
     num_rows, num_columns = weights.matrix.values.shape
-    launch(
-        choose(
-            x_TK.shape[0], {"N": num_rows, "K": num_columns}, element_bytes=x_TK.element_size()
-        ),
-        x_TK, weights=weights, residual_TN=residual_TN, out_TN=out_TN,
-    )  # fmt: skip
+    sizes = {"N": num_rows, "K": num_columns}
+    shape = choose(x_TK.shape[0], sizes, element_bytes=x_TK.element_size())
+    shape = replace(shape, is_dependent=dependent.pays(x_TK))
+    launch(shape, x_TK, weights=weights, residual_TN=residual_TN, out_TN=out_TN)
 
 
 def launch(
@@ -187,7 +185,7 @@ def launch(
     matrix_NK, scales, bias_N = weights.matrix.values, weights.matrix.scales, weights.bias_N
     num_rows, num_columns = matrix_NK.shape
     num_tokens = x_TK.shape[0]
-    common: dict[str, Any] = {"launch_pdl": True} if shape.is_dependent else {}
+    common = dependent.options(shape.is_dependent)
     flags = {
         "HAS_BIAS": bias_N is not None,
         "HAS_RESIDUAL": residual_TN is not None,

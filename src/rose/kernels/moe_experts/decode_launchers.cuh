@@ -1,10 +1,10 @@
-// What Python calls; `dispatch` starts the kernel that fits (decode_sm90.cu), or runs it on a CPU (tests).
+// What Python calls; `dispatch` starts the kernel that fits, or runs it on a CPU (tests).
 #pragma once
 
 extern "C" int launch_gate_up(const void* x, const void* ids, const void* codes, const void* scales, const void* bias,
-                              void* act, void* counters, int pairs, int chosen, int experts, int inner, int columns,
-                              int num_counters, float alpha, float limit, int is_fp8, int warps, int tiles, int stages,
-                              int x_rows, int blocks, int is_dependent, cudaStream_t stream) {
+                              void* act, int pairs, int chosen, int experts, int inner, int columns, float alpha,
+                              float limit, int is_fp8, int width, int warps, int stages, int blocks, int is_dependent,
+                              cudaStream_t stream) {
   Call call = {};
   call.ids = static_cast<const int*>(ids);
   call.codes = static_cast<const uint8_t*>(codes);
@@ -12,17 +12,15 @@ extern "C" int launch_gate_up(const void* x, const void* ids, const void* codes,
   call.bias = static_cast<const __nv_bfloat16*>(bias);
   call.x = static_cast<const __nv_bfloat16*>(x);
   call.act = static_cast<__nv_bfloat16*>(act);
-  call.counters = static_cast<int*>(counters);
   call.pairs = pairs, call.chosen = chosen, call.experts = experts, call.rows = 2 * inner, call.columns = columns;
-  call.num_counters = num_counters, call.alpha = alpha, call.limit = limit;
-  call.stages = stages, call.x_rows = x_rows;
-  return dispatch<true>(call, is_fp8, warps, tiles, blocks, is_dependent, stream);
+  call.alpha = alpha, call.limit = limit, call.is_fp8 = is_fp8 != 0;
+  call.stages = stages, call.x_rows = pairs / chosen < width ? pairs / chosen : width;
+  return dispatch<true>(call, width, warps, blocks, is_dependent != 0, stream);
 }
 
 extern "C" int launch_down(const void* act, const void* ids, const void* codes, const void* scales, const void* bias,
-                           void* y, const void* weights, void* out, void* counters, int pairs, int chosen, int experts,
-                           int rows, int columns, int is_fp8, int warps, int tiles, int stages, int x_rows, int blocks,
-                           int is_dependent, cudaStream_t stream) {
+                           void* y, int pairs, int chosen, int experts, int rows, int columns, int is_fp8, int width,
+                           int warps, int stages, int blocks, int is_dependent, cudaStream_t stream) {
   Call call = {};
   call.ids = static_cast<const int*>(ids);
   call.codes = static_cast<const uint8_t*>(codes);
@@ -30,10 +28,8 @@ extern "C" int launch_down(const void* act, const void* ids, const void* codes, 
   call.bias = static_cast<const __nv_bfloat16*>(bias);
   call.x = static_cast<const __nv_bfloat16*>(act);
   call.y = static_cast<float*>(y);
-  call.weights = static_cast<const __nv_bfloat16*>(weights);
-  call.out = static_cast<__nv_bfloat16*>(out);
-  call.counters = static_cast<int*>(counters);
   call.pairs = pairs, call.chosen = chosen, call.experts = experts, call.rows = rows, call.columns = columns;
-  call.stages = stages, call.x_rows = x_rows;
-  return dispatch<false>(call, is_fp8, warps, tiles, blocks, is_dependent, stream);
+  call.is_fp8 = is_fp8 != 0;
+  call.stages = stages, call.x_rows = pairs / chosen < width ? pairs / chosen : width;
+  return dispatch<false>(call, width, warps, blocks, is_dependent != 0, stream);
 }

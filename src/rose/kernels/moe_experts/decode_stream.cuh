@@ -28,12 +28,10 @@ struct Call {
   const __nv_bfloat16* bias;  // [experts, rows]
   const __nv_bfloat16* x;     // gate_up: [tokens, columns]; down: [pairs, columns]
   __nv_bfloat16* act;         // gate_up: [pairs, rows / 2]
-  float* y;                   // down: [pairs, rows]
-  const __nv_bfloat16* weights;  // down with counters: [pairs]
-  __nv_bfloat16* out;            // down with counters: [tokens, rows]
-  int* counters;                 // [rows / 16] of down, zeroed by gate_up; null: y is added up by a later kernel
-  int pairs, chosen, experts, rows, columns, num_counters;
+  float* y;                   // down: [pairs, rows], which a later kernel adds up
+  int pairs, chosen, experts, rows, columns;
   float alpha, limit;
+  bool is_fp8;
   int stages, x_rows;
 };
 
@@ -200,7 +198,9 @@ __device__ __forceinline__ uint32_t word(const uint4& v, int i) { return i == 0 
 
 // This warp's share of a unit: 16 rows by kT * 8 tokens. Row g of a product is row 2g of the unit, row g + 8 is row
 // 2g + 1, so that a gate and its up meet in one lane (and rows lie 64 bytes mod 128 apart in shared memory).
-template <bool kIsFp8, int kWarps, int kT>
+//
+// With kColumns known (mxfp4 only) all codes of the share are asked for at once and no step asks whether it is in.
+template <bool kIsFp8, int kWarps, int kT, int kColumns>
 __device__ __forceinline__ void multiply_unit(float (&acc)[kT][2][4], const Call& c, const uint8_t* stage, int code_bytes,
                                               const float* tile_scales, const uint8_t* x_shared, int x_stride,
                                               int num_tokens) {
@@ -209,7 +209,42 @@ __device__ __forceinline__ void multiply_unit(float (&acc)[kT][2][4], const Call
   const uint8_t* tokens[kT];
 #pragma unroll
   for (int n = 0; n < kT; ++n) tokens[n] = x_shared + min(n * 8 + g, num_tokens - 1) * x_stride;
-  if constexpr (!kIsFp8) {
+  if constexpr (kColumns > 0) {
+    constexpr int kBlocks = kColumns / 32, kSteps = (kBlocks + 4 * kWarps - 1) / (4 * kWarps);
+    const uint8_t* codes = stage + 2 * g * (kColumns / 2);
+    const uint8_t* scales = stage + code_bytes + 2 * g * kBlocks;
+    const int turn = (t >> 1) & 1;
+    uint4 low[kSteps], high[kSteps];
+    uint32_t scale_low[kSteps], scale_high[kSteps];
+    int place[kSteps];
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      const int block = 4 * (warp + s * kWarps) + t;
+      const bool is_in = 4 * kWarps * (s + 1) <= kBlocks || block < kBlocks;
+      place[s] = is_in ? block : kBlocks - 1;
+      low[s] = *reinterpret_cast<const uint4*>(codes + place[s] * 16);
+      high[s] = *reinterpret_cast<const uint4*>(codes + kColumns / 2 + place[s] * 16);
+      // Past the last block: its codes once more, times zero.
+      scale_low[s] = is_in ? scales[place[s]] * 0x800080u + 0x1F001F00u : 0;
+      scale_high[s] = is_in ? scales[kBlocks + place[s]] * 0x800080u + 0x1F001F00u : 0;
+    }
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      if (4 * (warp + s * kWarps) >= kBlocks) break;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        uint32_t a[4], b[4];
+        unpack_e2m1(word(low[s], i), scale_low[s], a);
+        unpack_e2m1(word(high[s], i), scale_high[s], b);
+#pragma unroll
+        for (int n = 0; n < kT; ++n) {
+          const uint4 q = *reinterpret_cast<const uint4*>(tokens[n] + place[s] * 64 + ((i ^ turn) * 16));
+          mma(acc[n][0], a[0], b[0], a[1], b[1], q.x, q.y);
+          mma(acc[n][1], a[2], b[2], a[3], b[3], q.z, q.w);
+        }
+      }
+    }
+  } else if constexpr (!kIsFp8) {
     const int blocks = c.columns / 32, row_bytes = c.columns / 2;
     const uint8_t* codes = stage + 2 * g * row_bytes;
     const uint8_t* scales = stage + code_bytes + 2 * g * blocks;
@@ -309,31 +344,8 @@ __device__ __forceinline__ void finish_unit(const Call& c, const int4& hit, int 
   }
 }
 
-// The last of all hits to finish 16 rows adds up the chosen experts of every token, the first choice first.
-__device__ __forceinline__ void add_up_if_last(const Call& c, int unit, int num_hits) {
-  const int lane = threadIdx.x & 31;
-  __threadfence();
-  __syncwarp();
-  int seen = 0;
-  if (lane == 0) seen = atomicAdd(c.counters + unit, 1);
-  if (__shfl_sync(~0u, seen, 0) != num_hits - 1) return;
-  __threadfence();
-  const int tokens = c.pairs / c.chosen;
-  for (int i = lane; i < tokens * kUnitRows; i += 32) {
-    const int token = i / kUnitRows, row = unit * kUnitRows + i % kUnitRows;
-    float total = 0.0f;
-    for (int k = 0; k < c.chosen; ++k) {
-      const int pair = token * c.chosen + k;
-      if (c.ids[pair] >= 0) {
-        total += __bfloat162float(c.weights[pair]) * __ldcg(c.y + static_cast<size_t>(pair) * c.rows + row);
-      }
-    }
-    c.out[static_cast<size_t>(token) * c.rows + row] = __float2bfloat16(total);
-  }
-}
-
-// Grid: any number of blocks that are resident at once. kWarps products warps and one more.
-template <bool kIsFp8, bool kGateUp, int kWarps, int kTiles>
+// Grid: any number of blocks that are resident at once. kWarps products warps and one more. kColumns: 0 or c.columns.
+template <bool kIsFp8, bool kGateUp, int kWarps, int kTiles, int kColumns>
 __global__ void __launch_bounds__(kWarps * 32 + 32, kWarps == 8 ? 2 : 1) stream_kernel(const Call c) {
   constexpr int kThreads = kWarps * 32 + 32;
   extern __shared__ __align__(1024) uint8_t shared[];
@@ -353,9 +365,6 @@ __global__ void __launch_bounds__(kWarps * 32 + 32, kWarps == 8 ? 2 : 1) stream_
     wait_for_kernel_before();
     // HAZARD: down reads ids before it waits for this kernel. It may: it starts after this line, so the router is done.
     let_next_kernel_start();
-    if (c.counters != nullptr && blockIdx.x == 0) {
-      for (int i = threadIdx.x; i < c.num_counters; i += kThreads) c.counters[i] = 0;
-    }
   }
   int* counts = reinterpret_cast<int*>(shared + l.counts);
   list_hits<8 * kTiles, kThreads>(c, hits, counts, order, counts + c.experts);
@@ -396,17 +405,8 @@ __global__ void __launch_bounds__(kWarps * 32 + 32, kWarps == 8 ? 2 : 1) stream_
                                            __uint_as_float(bias & 0xFFFF0000u));
       __syncwarp();
       if (lane == 0) mbarrier_arrive(part_empty + 8 * buffer);
-      if constexpr (!kGateUp) {
-        if (c.counters != nullptr) add_up_if_last(c, unit, num_hits);
-      }
       if (++stage == c.stages) stage = 0;
       if (++unit == units) unit = 0, ++hit;
-    }
-    if constexpr (!kGateUp) {
-      if (c.counters != nullptr && num_hits == 0) {
-        const int tokens = c.pairs / c.chosen;
-        for (int i = blockIdx.x * 32 + lane; i < tokens * c.rows; i += gridDim.x * 32) c.out[i] = __float2bfloat16(0.0f);
-      }
     }
   } else {
     if constexpr (!kGateUp) {
@@ -436,7 +436,7 @@ __global__ void __launch_bounds__(kWarps * 32 + 32, kWarps == 8 ? 2 : 1) stream_
       auto run = [&](auto tiles) {
         constexpr int kT = decltype(tiles)::value;
         float acc[kT][2][4] = {};
-        multiply_unit<kIsFp8, kWarps, kT>(acc, c, source, l.code_bytes, tile_scales, shared + l.x, l.x_stride, h.z);
+        multiply_unit<kIsFp8, kWarps, kT, kColumns>(acc, c, source, l.code_bytes, tile_scales, shared + l.x, l.x_stride, h.z);
         mbarrier_wait(part_empty + 8 * buffer, ((k / kParts) & 1) ^ 1);
 #pragma unroll
         for (int n = 0; n < kT; ++n) {

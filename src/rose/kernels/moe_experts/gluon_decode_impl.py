@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rose.kernels import dependent
 from rose.kernels.moe_experts import gluon_decode_device as device
 from rose.kernels.moe_experts.triton_decode_device import combine_kernel, sort_pairs_kernel
 from rose.kernels.registry import Band, Implementation, Sizes, register
@@ -140,7 +141,7 @@ class Work:
     @property
     def options(self) -> dict[str, Any]:
         """Launch options of every kernel."""
-        return {"launch_pdl": True} if self.shape.is_dependent else {}
+        return dependent.options(self.shape.is_dependent)
 
     def slots(self, num_experts: int) -> int:
         """Programs along the second axis of the grid."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rose.kernels import dependent
 from rose.kernels.registry import Band, Implementation, Sizes, register
 from rose.utils.math import next_power_of_two
 
@@ -14,10 +16,14 @@ from rose.utils.math import next_power_of_two
 def _kernel(
     x_ptr, weight_ptr, residual_ptr, out_ptr, eps, x_stride,
     D: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     is_in = column < D
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     x = tl.load(x_ptr + row * x_stride + column, mask=is_in, other=0.0)
     weight = tl.load(weight_ptr + column, mask=is_in, other=0.0)
     if HAS_RESIDUAL:
@@ -35,13 +41,30 @@ def rms_norm(
     x_TD: Tensor, weight_D: Tensor, *, eps: float, residual_TD: Tensor | None, out_TD: Tensor
 ) -> None:
     """See the contract."""
+    launch(
+        x_TD, weight_D, eps=eps, residual_TD=residual_TD, out_TD=out_TD,
+        is_dependent=dependent.pays(x_TD),
+    )  # fmt: skip
+
+
+def launch(
+    x_TD: Tensor,
+    weight_D: Tensor,
+    *,
+    eps: float,
+    residual_TD: Tensor | None,
+    out_TD: Tensor,
+    is_dependent: bool,
+) -> None:
+    """Run with or without programmatic dependent launch."""
     num_tokens, hidden = x_TD.shape
     if num_tokens == 0:
         return
     _kernel[(num_tokens,)](
         x_TD, weight_D, x_TD if residual_TD is None else residual_TD, out_TD, eps, x_TD.stride(0),
         D=hidden, BLOCK=next_power_of_two(hidden), HAS_RESIDUAL=residual_TD is not None,
-        num_warps=8 if hidden > 1024 else 4,
+        PDL=is_dependent, num_warps=8 if hidden > 1024 else 4,
+        **dependent.options(is_dependent),
     )  # fmt: skip
 
 

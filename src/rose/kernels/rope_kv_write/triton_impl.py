@@ -5,7 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rose.kernels import dependent
 from rose.kernels.registry import Band, Implementation, register
 from rose.utils.math import next_power_of_two
 
@@ -16,7 +18,11 @@ def _kernel(
     qkv_stride, page_stride, value_stride, head_stride,
     H: tl.constexpr, H_PADDED: tl.constexpr, G: tl.constexpr, G_PADDED: tl.constexpr,
     HALF: tl.constexpr, HALF_PADDED: tl.constexpr, PAGE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions_ptr + token)
     slot = tl.load(slots_ptr + token)
@@ -62,6 +68,22 @@ def rope_kv_write(
     qkv_TF: Tensor, positions_T: Tensor, cos_sin_PD: Tensor, slots_T: Tensor, *, kv_pages: Tensor
 ) -> None:
     """See the contract."""
+    launch(
+        qkv_TF, positions_T, cos_sin_PD, slots_T, kv_pages=kv_pages,
+        is_dependent=dependent.pays(qkv_TF),
+    )  # fmt: skip
+
+
+def launch(
+    qkv_TF: Tensor,
+    positions_T: Tensor,
+    cos_sin_PD: Tensor,
+    slots_T: Tensor,
+    *,
+    kv_pages: Tensor,
+    is_dependent: bool,
+) -> None:
+    """Run with or without programmatic dependent launch."""
     num_tokens, width = qkv_TF.shape
     if num_tokens == 0:
         return
@@ -73,7 +95,7 @@ def rope_kv_write(
         H=num_heads, H_PADDED=next_power_of_two(num_heads),
         G=num_kv_heads, G_PADDED=next_power_of_two(num_kv_heads),
         HALF=head_dim // 2, HALF_PADDED=next_power_of_two(head_dim // 2), PAGE=page_tokens,
-        num_warps=4,
+        PDL=is_dependent, num_warps=4, **dependent.options(is_dependent),
     )  # fmt: skip
 
 

@@ -1,5 +1,5 @@
-// Launchers of the decode experts by rings; ring.cuh has the kernel.
-#include "ring.cuh"
+// Launchers of the decode experts by rings; decode_ring.cuh has the kernel.
+#include "decode_ring.cuh"
 
 namespace {
 
@@ -34,23 +34,22 @@ cudaError_t start(const Call& call, int blocks, bool is_dependent, cudaStream_t 
 }
 
 template <bool kGateUp>
-cudaError_t dispatch_ring(const Call& call, int width, int groups, int stages, int blocks, int is_dependent,
-                          cudaStream_t stream) {
-  if (call.columns != kColumns) return cudaErrorInvalidValue;
-#define ROSE_CASE(n, g, s) \
-  if (width == n && groups == g && stages == s) return start<kGateUp, n, g, s>(call, blocks, is_dependent != 0, stream);
-  ROSE_CASE(8, 4, 4)
-  ROSE_CASE(8, 3, 5)
-  ROSE_CASE(16, 3, 3)
-  ROSE_CASE(16, 3, 4)
-  ROSE_CASE(16, 2, 5)
+cudaError_t dispatch(const Call& call, int width, int warps, int blocks, bool is_dependent, cudaStream_t stream) {
+  if (call.columns != kColumns || call.is_fp8) return cudaErrorInvalidValue;
+#define ROSE_CASE(n, g, s)                                        \
+  if (width == n && warps == 4 * g && call.stages == s) { \
+    return start<kGateUp, n, g, s>(call, blocks, is_dependent, stream); \
+  }
   ROSE_CASE(24, 3, 2)
+#ifdef ROSE_ALL_SHAPES  // for benchmarks
+  ROSE_CASE(8, 4, 4)
+  ROSE_CASE(16, 3, 4)
   ROSE_CASE(24, 2, 3)
-  ROSE_CASE(24, 2, 4)
+#endif
 #undef ROSE_CASE
   return cudaErrorInvalidValue;
 }
 
 }  // namespace
 
-#include "ring_launchers.cuh"
+#include "decode_launchers.cuh"

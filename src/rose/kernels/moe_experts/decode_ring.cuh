@@ -1,25 +1,32 @@
 // Experts of small batches on Hopper, 64 rows at a time: codes pass from memory through a ring in shared memory into
-// registers and wgmma. Products, activations and the order of columns are those of decode_warpgroup.cuh.
+// registers and wgmma.
+//
+// A tile is 64 rows of one expert's matrix. A warpgroup unpacks it once, whatever the number of tokens up to kN, and
+// multiplies it as operand A in registers; the activations of the expert's tokens are operand B in shared memory, read
+// once per 64 rows by the tensor cores themselves. Tiles are dealt out to blocks in contiguous runs; warpgroups of a
+// block take turns at the tiles of a run, which share the activations.
 //
 // Each warpgroup has a ring of its own, of chunks of 64 rows by 256 columns (128 bytes of codes, swizzled), which the
 // tensor copy engine fills ahead across tiles and across experts. A chunk is given back as soon as its codes are in
 // registers. A tile's scales come with its first chunk.
+//
+// Columns inside a product may come in any order. A lane takes 16 bytes of codes, a block of 32 columns, as they lie;
+// in 128 columns that is block t of an even row and of the next of its warp's 16 rows (so that a gate and its up meet
+// in one thread). Product 2i + h of the eight then has codes {0, 4, 1, 5} (h = 0) or {2, 6, 3, 7} (h = 1) of word i of the
+// four lanes' blocks, and activations are stored to shared memory in that order.
 #pragma once
 
-#include "../../src/rose/kernels/moe_experts/decode_warpgroup.cuh"
-#include "ring_ptx.cuh"
+#include "decode_ring_ptx.cuh"
+#include "decode_stream.cuh"
+#include "wgmma_narrow.cuh"
 
 namespace rose::moe_decode {
 
+constexpr int kTileRows = 64;
 constexpr int kChunkBytes = kTileRows * 128;
 
-// What the kernel leaves out, to see what the rest costs: 1 unpacking, 2 products too.
-#ifndef ROSE_LEFT_OUT
-#define ROSE_LEFT_OUT 0
-#endif
-
 struct RingLayout {
-  int x, scale_bytes, scales, barriers, last, counts, hits, order, total;
+  int x, scale_bytes, scales, barriers, counts, hits, order, total;
 
   template <int kN, int kGroups, int kStages>
   __host__ __device__ static RingLayout make(const Call& c) {
@@ -28,8 +35,7 @@ struct RingLayout {
     l.scale_bytes = kTileRows * (c.columns / 32);
     l.scales = l.x + (c.columns + 127) / 128 * kN * 256;
     l.barriers = l.scales + 2 * kGroups * l.scale_bytes;
-    l.last = l.barriers + (kGroups * kStages * 8 + 15) / 16 * 16;
-    l.hits = l.last + 16 * kGroups;
+    l.hits = l.barriers + (kGroups * kStages * 8 + 15) / 16 * 16;
     int most = (c.pairs < c.experts ? c.pairs : c.experts) + c.pairs / kN + 1;
     l.counts = l.hits + most * 16;
     l.order = l.counts + (c.experts + 1) * 4;
@@ -38,9 +44,49 @@ struct RingLayout {
   }
 };
 
-// `finish_tile` where thread (g, t) has rows 2 * place and 2 * place + 1 of the warp's 16.
+// Copy the activations of a hit to shared memory: tiles of 64 columns by kN rows, K-major with 128-byte swizzle.
+template <int kN, bool kGateUp, int kThreads>
+__device__ __forceinline__ void load_operand(const Call& c, const int4& hit, const uint16_t* order, uint8_t* x_shared,
+                                             int groups) {
+  const int blocks = c.columns / 32, total = hit.z * groups * 4;
+  for (int i = threadIdx.x; i < total; i += kThreads) {
+    const int word = i & 3, group = (i >> 2) % groups, row = (i >> 2) / groups;
+    const int pair = order[hit.y + row];
+    const __nv_bfloat16* source = c.x + static_cast<size_t>(kGateUp ? pair / c.chosen : pair) * c.columns + word * 8;
+    uint4 v[4];
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      const int block = 4 * group + t;
+      v[t] = uint4{0, 0, 0, 0};
+      if (block < blocks) v[t] = __ldcg(reinterpret_cast<const uint4*>(source + block * 32));
+    }
+    // Step 2 * word + half of eight lies in tile 2 * group + word / 2; it is two chunks of 16 bytes.
+    uint8_t* target = x_shared + ((2 * group + (word >> 1)) * kN + row) * 128;
+    const int turn = row & 7, first = 4 * (word & 1);
+    uint4 q[4];
+    uint32_t* low = &q[0].x;
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      // Columns (0, 4), (1, 5), (2, 6), (3, 7) of the lane's eight.
+      low[t] = __byte_perm(v[t].x, v[t].z, 0x5410), low[4 + t] = __byte_perm(v[t].x, v[t].z, 0x7632);
+      low[8 + t] = __byte_perm(v[t].y, v[t].w, 0x5410), low[12 + t] = __byte_perm(v[t].y, v[t].w, 0x7632);
+    }
+#pragma unroll
+    for (int chunk = 0; chunk < 4; ++chunk) {
+      *reinterpret_cast<uint4*>(target + ((first + chunk) ^ turn) * 16) = q[chunk];
+    }
+  }
+}
+
+// A lane's codes of 128 columns: block t of its two rows.
+struct Codes {
+  uint4 low, high;
+};
+
+// Write SwiGLU or output rows of a tile. Thread (g, t) of a warp has rows 2 * place and 2 * place + 1 of the warp's 16
+// for tokens 8j + 2t and 8j + 2t + 1.
 template <int kN, bool kGateUp>
-__device__ __forceinline__ void finish_turned_tile(const Call& c, const int4& hit, int tile, const float (&d)[kN / 2],
+__device__ __forceinline__ void finish_tile(const Call& c, const int4& hit, int tile, const float (&d)[kN / 2],
                                                    const uint16_t* order, int place) {
   const int t = threadIdx.x & 3, warp = (threadIdx.x >> 5) & 3;
   const int row = tile * kTileRows + warp * 16 + 2 * place;
@@ -81,7 +127,6 @@ __global__ void __launch_bounds__(kGroups * 128, 1)
   // registers. For the same reason one lane's instructions are predicated and no branch is taken around them.
   const int whole_warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x >> 5), 0);
   const bool is_issuer = (whole_warp & 3) == 0, is_first_lane = lane == 0;
-  volatile int* last_flag = reinterpret_cast<int*>(shared + l.last) + 4 * group;
   const uint32_t full = shared_address(shared + l.barriers) + (whole_warp >> 2) * kStages * 8;
 
   if ((threadIdx.x & 127) == 0) {
@@ -92,9 +137,6 @@ __global__ void __launch_bounds__(kGroups * 128, 1)
     wait_for_kernel_before();
     // HAZARD: down reads ids before it waits for this kernel. It may: it starts after this line, so the router is done.
     let_next_kernel_start();
-    if (c.counters != nullptr && blockIdx.x == 0) {
-      for (int i = threadIdx.x; i < c.num_counters; i += kThreads) c.counters[i] = 0;
-    }
   }
   list_hits<kN, kThreads>(c, hits, counts, order, counts + c.experts);
   const int num_hits = counts[c.experts], tiles = c.rows / kTileRows, total = num_hits * tiles;
@@ -186,14 +228,8 @@ __global__ void __launch_bounds__(kGroups * 128, 1)
 #pragma unroll
             for (int k = 0; k < 2; ++k) {
               uint32_t low[4], high[4];
-              if constexpr (ROSE_LEFT_OUT == 0) {
-                unpack_e2m1(word(codes[i].low, 2 * half + k), scale_low, low);
-                unpack_e2m1(word(codes[i].high, 2 * half + k), scale_high, high);
-              } else {
-                for (int p = 0; p < 4; ++p) {
-                  low[p] = word(codes[i].low, 2 * half + k), high[p] = word(codes[i].high, 2 * half + k);
-                }
-              }
+              unpack_e2m1(word(codes[i].low, 2 * half + k), scale_low, low);
+              unpack_e2m1(word(codes[i].high, 2 * half + k), scale_high, high);
 #pragma unroll
               for (int p = 0; p < 2; ++p) {
                 a[half][2 * k + p][0] = low[2 * p], a[half][2 * k + p][1] = high[2 * p];
@@ -203,11 +239,7 @@ __global__ void __launch_bounds__(kGroups * 128, 1)
             wgmma_fence();
 #pragma unroll
             for (int step = 0; step < 4; ++step) {
-              if constexpr (ROSE_LEFT_OUT < 2) {
-                wgmma_narrow<kN>(d, a[half][step], whole_descriptor(x_tile + ((2 * i + half) * kN * 128 + step * 32) / 16));
-              } else {
-                d[step & 1] += __uint_as_float(a[half][step][0] ^ a[half][step][1] ^ scale_low ^ scale_high);
-              }
+              wgmma_narrow<kN>(d, a[half][step], whole_descriptor(x_tile + ((2 * i + half) * kN * 128 + step * 32) / 16));
             }
             wgmma_commit();
           }
@@ -216,11 +248,7 @@ __global__ void __launch_bounds__(kGroups * 128, 1)
       }
       wgmma_wait<0>();
       settle(d);
-      const int tile = own - number * tiles;
-      finish_turned_tile<kN, kGateUp>(c, h, tile, d, order, place);
-      if constexpr (!kGateUp) {
-        if (c.counters != nullptr) add_up_tile_if_last(c, tile, num_hits, last_flag);
-      }
+      finish_tile<kN, kGateUp>(c, h, own - number * tiles, d, order, place);
     }
     item = last;
   }
@@ -228,12 +256,6 @@ __global__ void __launch_bounds__(kGroups * 128, 1)
     if (!has_waited) {
       wait_for_kernel_before();
       let_next_kernel_start();
-    }
-    if (c.counters != nullptr && num_hits == 0) {
-      const int tokens = c.pairs / c.chosen;
-      for (int i = blockIdx.x * kThreads + threadIdx.x; i < tokens * c.rows; i += gridDim.x * kThreads) {
-        c.out[i] = __float2bfloat16(0.0f);
-      }
     }
   }
 }

@@ -1,4 +1,4 @@
-// The functions of benchmarks/unbound/ring_ptx.cuh on a CPU.
+// The functions of moe_experts/decode_ring_ptx.cuh on a CPU.
 #pragma once
 
 #include "decode_ptx.cuh"
