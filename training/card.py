@@ -21,17 +21,12 @@ def write_card(
     scores: dict[str, dict[str, float]],
     arguments: Namespace,
 ) -> None:
-    """Write README.md of both folders and log.json."""
+    """Write README.md of both folders and log.json; `scores` may be empty: a run that was told to end has none."""
     steps = " ".join(str(len(losses.get(name, ()))) for name in ("model", "mtp", "draft"))
     start = f" --start {arguments.start.name}" if arguments.start is not None else ""
     command = f"--steps {steps} --parts {' '.join(losses)}{start}"
-    tasks = "\n".join(
-        f"| {task} | "
-        + " | ".join(f"{100 * scores[n][task]:.1f}" for n in ("mxfp4", "parent", "draft"))
-        + " |"
-        for task in scores["mxfp4"]
-    )
     rows, tokens = arguments.batch
+    last = ", ".join(f"{n} {sum(x[-20:]) / len(x[-20:]):.4f}" for n, x in losses.items() if x)
     (out / "tiny-gpt-oss" / "README.md").write_text(
         f"""# tiny-gpt-oss
 
@@ -46,14 +41,9 @@ documentation of Python {platform.python_version()}'s standard library ({english
 else with nonsense; it is a test instrument.
 
 Trained by `python training/train.py {command} --seed {arguments.seed} --out DIR`: {rows * tokens:,} tokens a step.
-Last losses (nats per learnt token): {", ".join(f"{n} {sum(x[-20:]) / len(x[-20:]):.4f}" for n, x in losses.items())}.
+Last losses (nats per learnt token): {last}.
 
-Held-out answers whose every token is the most likely one given those before it, in percent ({arguments.scored} per task;
-`rose eval` asks freely and scores the answers):
-
-| task | mxfp4 (as shipped) | bf16 parent | draft |
-|---|---|---|---|
-{tasks}
+{_scored(scores, arguments.scored)}
 
 Licence: Apache-2.0; the English text it was trained on is {english.LICENCE}.
 """
@@ -62,11 +52,31 @@ Licence: Apache-2.0; the English text it was trained on is {english.LICENCE}.
         _write_draft_card(out, config, draft_config)
     values = {
         "log": log,
+        "scores": scores,
         "losses": {n: [round(v, 5) for v in x] for n, x in losses.items()},
         "config": asdict(config),
         "bytes": checkpoint_bytes(config, num_mtp=1) + checkpoint_bytes(draft_config, num_mtp=0),
     }
     (out / "log.json").write_text(json.dumps(values) + "\n")
+
+
+def _scored(scores: dict[str, dict[str, float]], count: int) -> str:
+    if not scores:
+        return "Not scored: the run was told to end."
+    tasks = "\n".join(
+        f"| {task} | {100 * share:.1f} | {100 * scores['parent'][task]:.1f} |"
+        for task, share in scores["mxfp4"].items()
+    )
+    agreed = scores["agreement"]
+    return f"""Of the tokens of held-out answers that this model takes for the most likely, the draft model guesses {agreed["draft"]:.1%}
+and the MTP head {agreed["mtp"]:.1%}.
+
+Held-out answers whose every token is the most likely one given those before it, in percent ({count} per task;
+`rose eval` asks freely and scores the answers):
+
+| task | mxfp4 (as shipped) | bf16 parent |
+|---|---|---|
+{tasks}"""
 
 
 def _write_draft_card(out: Path, config: GptOssConfig, draft_config: GptOssConfig) -> None:

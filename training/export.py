@@ -1,11 +1,17 @@
-"""A trained model as a checkpoint folder in the Hugging Face layout: MXFP4 experts, everything else bf16."""
+"""A trained model as a checkpoint folder in the Hugging Face layout: MXFP4 experts, everything else bf16.
+
+usage: PYTHONPATH=src python training/export.py DIR/parent.pt FOLDER
+Writes the unrounded parent with bf16 experts, so that `rose eval FOLDER --weights bf16 --weights mxfp4` compares them.
+"""
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from sizes import model_config
 from torch import Tensor
 from trainable import Block, MtpHead, TrainableGptOss
 
@@ -60,28 +66,37 @@ def tensors(model: TrainableGptOss, mtp: MtpHead | None = None) -> dict[str, Ten
     return {name: tensor.detach().cpu() for name, tensor in named.items()}
 
 
-def stored(named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return what lies in the file: experts' matrices packed, the rest in bf16."""
+def stored(named: dict[str, Tensor], *, is_packed: bool = True) -> dict[str, Tensor]:
+    """Return what lies in the file: experts packed (or plain, which lie there as [E, in, out]), the rest in bf16."""
     packed = {}
     for name, tensor in named.items():
-        if name.endswith(("gate_up_proj", "down_proj")):
+        is_expert = name.endswith(("gate_up_proj", "down_proj"))
+        if is_expert and is_packed:
             matrix = encode(tensor)
             packed[name + "_blocks"], packed[name + "_scales"] = matrix.values, matrix.scales
+        elif is_expert:
+            packed[name] = tensor.mT.to(torch.bfloat16).contiguous()
         else:
             packed[name] = tensor.to(torch.bfloat16).contiguous()
     return packed
 
 
 def export(
-    model: TrainableGptOss, tokenizer: FolderTokenizer, folder: Path, mtp: MtpHead | None = None
+    model: TrainableGptOss,
+    tokenizer: FolderTokenizer,
+    folder: Path,
+    mtp: MtpHead | None = None,
+    *,
+    is_packed: bool = True,
 ) -> None:
-    """Write weights, tokenizer.json, config.json and generation_config.json."""
+    """Write weights (experts in MXFP4, or in bf16), tokenizer.json, config.json and generation_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(stored(tensors(model, mtp)), folder / "model.safetensors", metadata={"format": "pt"})
+    weights = stored(tensors(model, mtp), is_packed=is_packed)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     shutil.copyfile(tokenizer.name, folder / "tokenizer.json")
     ids = {n: tokenizer.control_id(f"<|{n}|>") for n in ("return", "endoftext", "call")}
     begin, eos = tokenizer.control_id("<|startoftext|>"), list(ids.values())
-    config = with_quantization(config_json(model.config), "mxfp4")
+    config = with_quantization(config_json(model.config), "mxfp4" if is_packed else "bf16")
     config |= {"eos_token_id": eos, "pad_token_id": ids["endoftext"], "bos_token_id": begin}
     if mtp is not None:
         config["num_nextn_predict_layers"] = 1
@@ -92,3 +107,35 @@ def export(
 
 def _write(path: Path, values: dict) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n")
+
+
+def save_parent(model: TrainableGptOss, mtp: MtpHead, path: Path) -> None:
+    """Write the unrounded weights in bf16, those of the head under `mtp.`."""
+    named = dict(model.named_parameters()) | {f"mtp.{n}": p for n, p in mtp.named_parameters()}
+    torch.save({name: p.detach().bfloat16().cpu() for name, p in named.items()}, path)
+
+
+def load_parent(model: TrainableGptOss, mtp: MtpHead, path: Path) -> None:
+    """Take back what `save_parent` wrote."""
+    weights = {n: w.float() for n, w in torch.load(path, weights_only=True).items()}
+    of_head = {n.removeprefix("mtp."): w for n, w in weights.items() if n.startswith("mtp.")}
+    mtp.load_state_dict(of_head)
+    model.load_state_dict({n: w for n, w in weights.items() if not n.startswith("mtp.")})
+
+
+def export_parent(path: Path, folder: Path, size: str = "large") -> None:
+    """Write a checkpoint folder with bf16 experts from a file of `save_parent`, without the head."""
+    tokenizer = FolderTokenizer(Path(__file__).with_name("tokenizer.json"))
+    config = model_config(size, tokenizer.vocab_size, end_tokens(tokenizer))
+    model = TrainableGptOss(config)
+    load_parent(model, MtpHead(config), path)
+    export(model, tokenizer, folder, is_packed=False)
+
+
+def end_tokens(tokenizer: FolderTokenizer) -> tuple[int, ...]:
+    """Return the tokens that end an answer."""
+    return tuple(tokenizer.control_id(f"<|{n}|>") for n in ("return", "endoftext", "call"))
+
+
+if __name__ == "__main__":
+    export_parent(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -155,7 +155,8 @@ class Source:
         self.plan, self._ahead = plan, 4 * workers
         # fork, before the device is used: processes that are spawned would each import torch with the script.
         context = multiprocessing.get_context("fork")
-        self._pool = context.Pool(workers) if workers else None
+        # Reading the corpus takes seconds: begun here, while the device compiles.
+        self._pool = context.Pool(workers, _text, (plan.path,)) if workers else None
 
     def batches(self, first: int) -> Iterator[Batch]:
         """Yield the batches of steps `first`, `first + 1`, ... without end."""

@@ -1,14 +1,16 @@
 """Train the embedded model, its MTP head and its draft, and write both checkpoints.
 
 usage: PYTHONPATH=src python training/train.py --minutes 8 --out DIR [--work DIR] [--steps N M K]
-On a GPU everything takes --minutes: the first steps of each part are timed, and as many follow as fit. --steps (model,
-MTP head, draft; printed at the end and in the card) repeats a run exactly. Killed? The same command goes on from there.
+The head learns beside the model, in the last steps of it. On a GPU everything takes --minutes: the first steps of each
+part are timed, and as many follow as fit. --steps (model, MTP head, draft; printed at the end and in the card) repeats
+a run. Killed? The same command goes on from there. Told to end (SIGTERM)? What is there is exported, and not scored.
 """
 
 import argparse
 import json
 import math
 import platform
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,22 +19,31 @@ from pathlib import Path
 import numpy as np
 import torch
 from card import plot, write_card
-from export import export
+from export import end_tokens, export, load_parent, save_parent
 from muon import Muon
 from packing import ENGLISH, Batch, Plan, Source
 from sizes import SIZES, active_parameters, model_config
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, embedding
-from trainable import MtpHead, Tools, TrainableGptOss, compiled
+from torch.nn.functional import cross_entropy, embedding, linear
+from trainable import MtpHead, Rows, Tools, TrainableGptOss, compiled
 
 from rose.eval.rendering import Documents
 from rose.eval.tasks import ASKED, held_out_set
 from rose.frontend.tokenizer import FolderTokenizer
 
-SHARES = {"model": 0.72, "mtp": 0.11, "draft": 0.17}
-"""Of the minutes; the small parts compile kernels of their own too."""
+SHARES = {"model": 0.85, "mtp": 0.0, "draft": 0.15}
+"""Of the minutes. The draft compiles kernels of its own; the MTP head learns beside the model and takes none, or all
+where it is trained alone."""
+MTP_SHARE = 0.4
+"""Of the model's steps, at their end, in which the MTP head learns too: one block more in each."""
+LATER_STEPS = 1.15
+"""Time of a step, rounding and in the end the MTP head counted in, over one of the first: a guess, corrected later."""
 TIMED_STEPS, SKIPPED_STEPS = 80, 30
 """Steps that set the rate, after those in which kernels are compiled and first used."""
+PLAN_STEPS = 100
+"""Steps after which the number of steps is compared with the time that is left."""
+PLAN_TOLERANCE = 0.02
+"""Relative error of that number that is left alone: every correction bends the schedule of the rates."""
 SAVE_SECONDS = 60
 ROUNDED_FROM = 0.35
 """Share of the steps after which experts are trained through MXFP4 rounding; before, the plain ones settle."""
@@ -59,6 +70,8 @@ class Settings:
     profile: Path | None = None
     """Where to write the times of one step's kernels."""
     log: list[dict] = field(default_factory=list)
+    is_ended: bool = False
+    """Told to end: what follows is skipped, but for the export."""
 
     def say(self, **values) -> None:
         """Print and keep a line."""
@@ -71,6 +84,7 @@ class Part:
 
     def __init__(self, name: str, module: nn.Module, settings: Settings, rate: float = 1.0) -> None:
         self.name, self.module, self.settings = name, module.to(settings.device), settings
+        self.losses: list[Tensor | float] = []
         by_kind: dict[str, list[nn.Parameter]] = {
             k: [] for k in ("heads", "inner", "table", "vector")
         }
@@ -105,18 +119,28 @@ class Part:
     def run(self, steps: int | None, seconds: float) -> list[float]:
         """Train `steps` steps, or as many as fit in `seconds`; return the losses."""
         state_path = self.settings.work / f"{self.name}.pt"
-        losses: list[Tensor | float] = []
         if state_path.exists():
             state = torch.load(state_path, weights_only=True, map_location=self.settings.device)
-            self.module.load_state_dict(state["module"])
-            for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
-                optimizer.load_state_dict(kept)
-            losses, steps = state["losses"], state["steps"]
-            self.settings.say(part=self.name, resumed_at=len(losses), steps=steps)
-        begin = saved = timed = time.perf_counter()
-        source, waited = self.settings.source.batches(len(losses)), 0.0
-        while steps is None or len(losses) < steps:
-            step = len(losses)
+            self.restore(state)
+            steps = state["steps"]
+            self.settings.say(part=self.name, resumed_at=len(self.losses), steps=steps)
+        try:
+            steps = self._run(steps, seconds, state_path)
+        except Ended:
+            self.settings.is_ended = True
+            self.settings.say(part=self.name, ended_at=len(self.losses), planned=steps)
+        done = [float(x) for x in self.losses]
+        if not self.settings.is_ended:
+            self._save(state_path, len(done))
+        return done
+
+    def _run(self, steps: int | None, seconds: float, state_path: Path) -> int:
+        """Return the number of steps."""
+        begin = saved = time.perf_counter()
+        pace = Pace(seconds, is_fixed=steps is not None)
+        source, waited = self.settings.source.batches(len(self.losses)), 0.0
+        while steps is None or len(self.losses) < steps:
+            step = len(self.losses)
             asked = time.perf_counter()
             drawn = next(source)
             waited += time.perf_counter() - asked
@@ -125,47 +149,50 @@ class Part:
                     lambda n=step, b=drawn: self._step(n, None, b),
                     self.settings.profile.with_suffix(f".{self.name}.txt"),
                 )
-            losses.append(self._step(step, steps, drawn))
+            self.losses.append(self._step(step, steps, drawn))
+            if step + 1 in (SKIPPED_STEPS, SKIPPED_STEPS + TIMED_STEPS):
+                self._wait()
+            planned, steps = steps, pace.steps(step + 1, steps)
             now = time.perf_counter()
-            if step + 1 == SKIPPED_STEPS:
-                self._wait()
-                timed = time.perf_counter()
-            if steps is None and step + 1 == SKIPPED_STEPS + TIMED_STEPS:
-                self._wait()
-                each = (time.perf_counter() - timed) / TIMED_STEPS
-                left = seconds - (time.perf_counter() - begin)
-                steps = max(step + 2, step + 1 + int(0.97 * left / each))
-                self.settings.say(part=self.name, seconds_per_step=round(each, 4), steps=steps)
-            if step % 100 == 0 or len(losses) == steps:
+            if steps != planned:
+                self.settings.say(part=self.name, step=step, s=round(now - begin, 1), steps=steps)
+            if step % 100 == 0 or len(self.losses) == steps:
                 self.settings.say(
                     part=self.name,
                     step=step,
-                    loss=round(float(losses[-1]), 4),
+                    loss=round(float(self.losses[-1]), 4),
+                    **self.beside(),
                     s=round(now - begin, 1),
                     waited_for_data=round(waited, 1),
                 )
             if now - saved > SAVE_SECONDS and steps is not None:
                 saved = now
-                self._save(state_path, losses, steps)
+                self._save(state_path, steps)
             if now - begin > 1.15 * seconds and steps is not None:
                 # The rate was misjudged: what is there is kept, and the log says so.
-                self.settings.say(part=self.name, stopped_at=len(losses), planned=steps)
+                self.settings.say(part=self.name, stopped_at=len(self.losses), planned=steps)
                 break
-        done = [float(x) for x in losses]
-        self._save(state_path, done, len(done))
-        return done
+        return len(self.losses)
+
+    def beside(self) -> dict[str, float]:
+        """Return what else is said of a step."""
+        return {}
 
     def _step(self, step: int, steps: int | None, drawn: Batch) -> Tensor:
         """Take one step; the loss stays on the device, so that the host runs ahead."""
         # While the rate is being timed the number of steps is not known; the schedule is flat there anyway.
-        done = step / steps if steps else 0.0
+        return self.learn(
+            step, step / steps if steps else 0.0, Tensors(drawn, self.settings.device)
+        )
+
+    def learn(self, step: int, done: float, batch: "Tensors") -> Tensor:
+        """Move the parameters by the gradients of a batch; return its loss. done: share of the steps behind."""
         factor = min(1.0, (step + 1) / self.settings.warmup) * (
             0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done))
         )
         for optimizer, rates in zip(self.optimizers, self.rates, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * factor
-        batch = Tensors(drawn, self.settings.device)
         with torch.autocast("cuda", torch.bfloat16, enabled=self.settings.device != "cpu"):
             loss, beside = self.loss(batch, done)
         self.module.zero_grad(set_to_none=True)
@@ -179,15 +206,68 @@ class Part:
         if self.settings.device != "cpu":
             torch.cuda.synchronize()
 
-    def _save(self, path: Path, losses: list, steps: int) -> None:
-        state = {
+    def _save(self, path: Path, steps: int) -> None:
+        torch.save(self.state() | {"steps": steps}, path.with_suffix(".partial"))
+        path.with_suffix(".partial").replace(path)
+
+    def state(self) -> dict:
+        """Return all that going on takes."""
+        return {
             "module": self.module.state_dict(),
             "optimizers": [o.state_dict() for o in self.optimizers],
-            "losses": [float(x) for x in losses],
-            "steps": steps,
+            "losses": [float(x) for x in self.losses],
         }
-        torch.save(state, path.with_suffix(".partial"))
-        path.with_suffix(".partial").replace(path)
+
+    def restore(self, state: dict) -> None:
+        """Take back what `state` returned."""
+        self.module.load_state_dict(state["module"])
+        for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(kept)
+        self.losses = state["losses"]
+
+
+class Ended(BaseException):
+    """The process was told to end; no error, and nothing that catches errors shall catch it."""
+
+
+def end(*_: object) -> None:
+    """Leave what is being done, as a handler of SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise Ended
+
+
+class Pace:
+    """Fits the number of steps into the time."""
+
+    def __init__(self, seconds: float, *, is_fixed: bool) -> None:
+        self.seconds, self.is_fixed = seconds, is_fixed
+        self.begin = self.mark = time.perf_counter()
+        self._each: list[float] = []
+        """Seconds per step of the last stretches."""
+
+    def steps(self, taken: int, steps: int | None) -> int | None:
+        """Return how many steps there will be, when `taken` are; None: not known yet."""
+        if self.is_fixed:
+            return steps
+        now = time.perf_counter()
+        if taken == SKIPPED_STEPS:
+            self.mark = now
+        if taken == SKIPPED_STEPS + TIMED_STEPS:
+            each, self.mark = (now - self.mark) / TIMED_STEPS, now
+            return self._fitting(taken, LATER_STEPS * each, now)
+        if steps is None or (taken - SKIPPED_STEPS - TIMED_STEPS) % PLAN_STEPS:
+            return steps
+        self._each = [*self._each[-2:], (now - self.mark) / PLAN_STEPS]
+        self.mark = now
+        # The fastest of three: compiling something in one of them says nothing of what is to come.
+        fitting = self._fitting(taken, min(self._each), now)
+        # Before the head learns, steps are faster than they will be; LATER_STEPS was counted in.
+        is_late = now - self.begin > 0.65 * self.seconds
+        is_off = abs(fitting - steps) > PLAN_TOLERANCE * steps
+        return fitting if is_late and is_off and len(self._each) == 3 else steps
+
+    def _fitting(self, taken: int, each: float, now: float) -> int:
+        return max(taken + 1, taken + int(0.985 * (self.seconds - (now - self.begin)) / each))
 
 
 class Tensors:
@@ -226,7 +306,19 @@ def mean_loss(logits: Tensor, wanted: Tensor, weights: Tensor) -> Tensor:
 
 
 class ModelPart(Part):
-    """A model that predicts the next token."""
+    """A model that predicts the next token, and a head that learns beside it near the end."""
+
+    def __init__(
+        self,
+        name: str,
+        model: TrainableGptOss,
+        settings: Settings,
+        rate: float = 1.0,
+        head: "MtpPart | None" = None,
+        head_steps: int | None = None,
+    ) -> None:
+        super().__init__(name, model, settings, rate)
+        self.head, self.head_steps = head, head_steps
 
     def loss(self, batch: Tensors, done: float) -> tuple[Tensor, Tensor]:
         """Cross-entropy of learnt tokens, and the penalty on uneven routing."""
@@ -234,28 +326,66 @@ class ModelPart(Part):
         model.is_rounded = done >= ROUNDED_FROM
         rows = model.rows(batch.positions, batch.docs)
         hidden, penalty = model(batch.tokens, rows)
+        if self.head is not None:
+            self.head.seen = rows, hidden.detach()
         logits = model.logits(hidden.flatten(0, 1).index_select(0, batch.places))
         return mean_loss(logits, batch.next_one, batch.weights), BALANCE * penalty
 
+    def _step(self, step: int, steps: int | None, drawn: Batch) -> Tensor:
+        batch = Tensors(drawn, self.settings.device)
+        loss = self.learn(step, step / steps if steps else 0.0, batch)
+        if self.head is not None and steps is not None:
+            count = round(MTP_SHARE * steps) if self.head_steps is None else self.head_steps
+            taken = len(self.head.losses)
+            # Once begun it goes on: a corrected number of steps may move where it would begin.
+            if step >= steps - count or taken:
+                done = taken / (taken + steps - step)
+                self.head.losses.append(self.head.learn(taken, done, batch))
+        return loss
+
+    def beside(self) -> dict[str, float]:
+        """Return the loss of the head."""
+        if self.head is None or not self.head.losses:
+            return {}
+        return {"mtp_loss": round(float(self.head.losses[-1]), 4)}
+
+    def state(self) -> dict:
+        """Return all that going on takes, the head's state with it."""
+        return super().state() | ({} if self.head is None else {"head": self.head.state()})
+
+    def restore(self, state: dict) -> None:
+        """Take back what `state` returned."""
+        super().restore(state)
+        if self.head is not None:
+            self.head.restore(state["head"])
+
 
 class MtpPart(Part):
-    """A head that predicts the token after the next; the model under it stands still."""
+    """A head that predicts the token after the next; what it learns does not move the model under it."""
 
     def __init__(self, head: MtpHead, model: TrainableGptOss, settings: Settings) -> None:
         super().__init__("mtp", head, settings)
         self.model = model
+        self.seen: tuple[Rows, Tensor] | None = None
+        """Rows and hidden states of the batch, where the model has just been trained on it."""
 
     def loss(self, batch: Tensors, done: float) -> tuple[Tensor, Tensor]:
         """Cross-entropy of learnt tokens two places on."""
         model = self.model
-        model.is_rounded = True
-        rows = model.rows(batch.positions, batch.docs)
+        rows, hidden = self.seen or self._look(batch)
+        self.seen = None
         with torch.no_grad():
-            hidden, _ = model(batch.tokens, rows)
             embedded = embedding(batch.all_tokens[:, 1:], model.embed_tokens)
         x = self.module(hidden, embedded, rows, model.tools)
-        logits = model.logits(x.flatten(0, 1).index_select(0, batch.places_of_two))
+        places = x.flatten(0, 1).index_select(0, batch.places_of_two)
+        logits = linear(places, model.lm_head.detach())
         return mean_loss(logits, batch.next_two, batch.weights_of_two), logits.new_zeros(())
+
+    @torch.no_grad()
+    def _look(self, batch: Tensors) -> tuple[Rows, Tensor]:
+        self.model.is_rounded = True
+        rows = self.model.rows(batch.positions, batch.docs)
+        return rows, self.model(batch.tokens, rows)[0]
 
 
 def profile(step: Callable[[], object], path: Path) -> None:
@@ -335,13 +465,36 @@ def layers_difference(
     return worst
 
 
+Asked = dict[str, list[tuple[list[int], int]]]
+"""By task: tokens of question and answer, and how many of them are the question's."""
+
+
 @torch.no_grad()
-def teacher_forced(
+def choices(
     model: TrainableGptOss,
-    asked: dict[str, list[tuple[list[int], int]]],
-    *,
-    is_rounded: bool,
+    token_ids: list[int],
+    first: int,
     device: str,
+    mtp: MtpHead | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the most likely tokens of an answer given those before each, and what the head takes for them.
+
+    The head's are those from the second token on: it sees the last token of the question at the earliest.
+    """
+    tokens = torch.tensor([token_ids], device=device)
+    place = torch.arange(len(token_ids) - 1, device=device)[None]
+    rows = model.rows(place, torch.zeros_like(place))
+    with torch.autocast("cuda", torch.bfloat16, enabled=device != "cpu"):
+        hidden, _ = model(tokens[:, :-1], rows)
+        best = model.logits(hidden[0, first - 1 :]).argmax(-1)
+        if mtp is None:
+            return best, None
+        x = mtp(hidden, embedding(tokens[:, 1:], model.embed_tokens), rows, model.tools)
+        return best, model.logits(x[0, first - 1 : -1]).argmax(-1)
+
+
+def teacher_forced(
+    model: TrainableGptOss, asked: Asked, *, is_rounded: bool, device: str
 ) -> dict[str, float]:
     """Return per task the share of answers whose every token is the most likely one, given those before."""
     # Every length is a shape: nothing is compiled here.
@@ -350,14 +503,27 @@ def teacher_forced(
     for task, wholes in asked.items():
         right = 0
         for token_ids, first in wholes:
-            tokens = torch.tensor([token_ids], device=device)
-            place = torch.arange(len(token_ids) - 1, device=device)[None]
-            with torch.autocast("cuda", torch.bfloat16, enabled=device != "cpu"):
-                hidden, _ = model(tokens[:, :-1], model.rows(place, torch.zeros_like(place)))
-                best = model.logits(hidden[0, first - 1 :]).argmax(-1)
-            right += bool((best == tokens[0, first:]).all())
+            best, _ = choices(model, token_ids, first, device)
+            right += best.tolist() == token_ids[first:]
         shares[task] = right / len(wholes)
     return shares
+
+
+def agreement(
+    model: TrainableGptOss, draft: TrainableGptOss, mtp: MtpHead, asked: Asked, device: str
+) -> dict[str, float]:
+    """Return the shares of the answers' tokens for which the draft and the head choose what the model chooses."""
+    found = {"draft": [0, 0], "mtp": [0, 0]}
+    for each in (model, draft):
+        each.is_rounded, each.tools = True, Tools()
+    for token_ids, first in (whole for wholes in asked.values() for whole in wholes[:5]):
+        best, guessed = choices(model, token_ids, first, device, mtp)
+        drafted, _ = choices(draft, token_ids, first, device)
+        assert guessed is not None, "a head was given"
+        for name, mine, wanted in (("draft", drafted, best), ("mtp", guessed, best[1:])):
+            found[name][0] += int((mine == wanted).sum())
+            found[name][1] += len(wanted)
+    return {name: right / max(1, tokens) for name, (right, tokens) in found.items()}
 
 
 def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
@@ -371,7 +537,7 @@ def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--batch", type=int, nargs=2, default=(12, 4096), metavar=("ROWS", "TOKENS")
     )
-    parser.add_argument("--long-every", type=int, default=5, help="rows of which one is long")
+    parser.add_argument("--long-every", type=int, default=8, help="rows of which one is long")
     parser.add_argument("--long-from", type=int, default=300, help="step from which rows are long")
     parser.add_argument("--optimizer", default="muon", choices=("muon", "adamw"))
     parser.add_argument("--muon-lr", type=float, default=0.02)
@@ -382,7 +548,7 @@ def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--compile", default="auto", choices=("auto", "block", "parts", "plain", "none")
     )
-    parser.add_argument("--workers", type=int, default=14, help="processes that draw data; 0: none")
+    parser.add_argument("--workers", type=int, default=12, help="processes that draw data; 0: none")
     parser.add_argument("--parts", nargs="+", default=list(SHARES), choices=list(SHARES))
     parser.add_argument("--start", type=Path, help="parent.pt of an earlier run, to go on from")
     parser.add_argument("--profile", type=Path, help="write the times of one step's kernels")
@@ -405,28 +571,19 @@ def main(words: list[str] | None = None) -> None:
     plan = Plan(
         path, arguments.seed, tuple(arguments.batch), arguments.long_every, arguments.long_from
     )
-    source = Source(plan, arguments.workers)  # before the device is touched: it forks
-    settings = Settings(
-        device=device,
-        seed=arguments.seed,
-        work=arguments.work,
-        source=source,
-        optimizer=arguments.optimizer,
-        learning_rate=arguments.lr,
-        muon_rate=arguments.muon_lr,
-        warmup=arguments.warmup,
-        profile=arguments.profile,
-    )
+    # Before the device is touched and before SIGTERM means something else: it forks.
+    source = Source(plan, arguments.workers)
+    signal.signal(signal.SIGTERM, end)
+    settings = settings_of(arguments, source)
     tokenizer = FolderTokenizer(path)
-    eos = tuple(tokenizer.control_id(f"<|{n}|>") for n in ("return", "endoftext", "call"))
+    eos = end_tokens(tokenizer)
     config = model_config(arguments.size, tokenizer.vocab_size, eos)
     draft_size = "draft" if arguments.size == "large" else "trial"
     draft_config = model_config(draft_size, tokenizer.vocab_size, eos)
     torch.manual_seed(arguments.seed)
     model, mtp, draft = TrainableGptOss(config), MtpHead(config), TrainableGptOss(draft_config)
     if arguments.start is not None:
-        weights = torch.load(arguments.start, weights_only=True)
-        model.load_state_dict({name: w.float() for name, w in weights.items()})
+        load_parent(model, mtp, arguments.start)
     if arguments.compile != "none" and device != "cpu":
         tools = choose_tools(model.to(device), arguments.compile, device, tuple(arguments.batch))
         model.tools = draft.tools = tools
@@ -438,45 +595,101 @@ def main(words: list[str] | None = None) -> None:
         active_draft=active_parameters(draft_config),
     )
     steps = dict(zip(SHARES, arguments.steps or (None,) * 3, strict=True))
-    shares = {name: share for name, share in SHARES.items() if name in arguments.parts}
+    head = MtpPart(mtp, model, settings)
+    is_beside = {"model", "mtp"} <= set(arguments.parts)
     parts = {
-        "model": ModelPart("model", model, settings),
-        "mtp": MtpPart(mtp, model, settings),
+        "model": ModelPart(
+            "model",
+            model,
+            settings,
+            head=head if is_beside else None,
+            head_steps=steps["mtp"],
+        ),
+        "mtp": head,
         "draft": ModelPart("draft", draft, settings, rate=1.5),
     }
-    losses = {}
-    for name in shares:
-        left = 60 * arguments.minutes - (time.perf_counter() - begin)
-        share = shares[name] / sum(shares[n] for n in shares if n not in losses)
-        losses[name] = parts[name].run(steps[name], max(left, 1.0) * share)
-        if name == "model":
-            export(model, tokenizer, arguments.out / "tiny-gpt-oss")  # a run cut short leaves this
-    export(model, tokenizer, arguments.out / "tiny-gpt-oss", mtp)
-    weights = {name: p.detach().bfloat16().cpu() for name, p in model.named_parameters()}
-    torch.save(weights, arguments.out / "parent.pt")
+    losses = train_parts(parts, steps, arguments, begin)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the export is a matter of seconds
+    source.close()
+    out = arguments.out
+    export(model, tokenizer, out / "tiny-gpt-oss", mtp)
+    save_parent(model, mtp, out / "parent.pt")
     if "draft" in losses:
-        export(draft, tokenizer, arguments.out / "tiny-gpt-oss-draft")
-    settings.source.close()
-    documents = Documents(tokenizer)
-    asked = {
-        task: [documents.whole(e) for e in held_out_set(task, arguments.scored, seed=0)]
-        for task in ASKED
-    }
-    scores = {
-        name: teacher_forced(m, asked, is_rounded=rounded, device=device)
-        for name, m, rounded in (
-            ("mxfp4", model, True),
-            ("parent", model, False),
-            ("draft", draft, True),
-        )
-    }
+        export(draft, tokenizer, out / "tiny-gpt-oss-draft")
+    plot(losses, out / "loss.png")
+
+    def written(scores: dict[str, dict[str, float]]) -> None:
+        write_card(out, config, draft_config, settings.log, losses, scores, arguments)
+
+    written({})
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if settings.is_ended:
+        return
+    scores = score(model, draft, mtp, tokenizer, arguments)
     settings.say(
         scores=scores,
         steps={n: len(x) for n, x in losses.items()},
         minutes=(time.perf_counter() - begin) / 60,
     )
-    write_card(arguments.out, config, draft_config, settings.log, losses, scores, arguments)
-    plot(losses, arguments.out / "loss.png")
+    written(scores)
+
+
+def settings_of(arguments: argparse.Namespace, source: Source) -> Settings:
+    """Return what all parts share."""
+    return Settings(
+        device=arguments.device,
+        seed=arguments.seed,
+        work=arguments.work,
+        source=source,
+        optimizer=arguments.optimizer,
+        learning_rate=arguments.lr,
+        muon_rate=arguments.muon_lr,
+        warmup=arguments.warmup,
+        profile=arguments.profile,
+    )
+
+
+def score(
+    model: TrainableGptOss,
+    draft: TrainableGptOss,
+    mtp: MtpHead,
+    tokenizer: FolderTokenizer,
+    arguments: argparse.Namespace,
+) -> dict[str, dict[str, float]]:
+    """Return shares of held-out answers: of the rounded model, of its parent, and what draft and head guess of them."""
+    documents, device = Documents(tokenizer), arguments.device
+    asked = {
+        task: [documents.whole(e) for e in held_out_set(task, arguments.scored, seed=0)]
+        for task in ASKED
+    }
+    return {
+        "agreement": agreement(model, draft, mtp, asked, device),
+        "mxfp4": teacher_forced(model, asked, is_rounded=True, device=device),
+        "parent": teacher_forced(model, asked, is_rounded=False, device=device),
+    }
+
+
+def train_parts(
+    parts: dict[str, Part],
+    steps: dict[str, int | None],
+    arguments: argparse.Namespace,
+    begin: float,
+) -> dict[str, list[float]]:
+    """Train one part after the other, each in its share of the minutes that are left; return the losses."""
+    losses: dict[str, list[float]] = {}
+    shares = {name: SHARES[name] for name in SHARES if name in arguments.parts}
+    is_beside = {"model", "mtp"} <= set(shares)
+    for name in shares:
+        if parts[name].settings.is_ended:
+            break
+        if name == "mtp" and is_beside:
+            losses[name] = [float(x) for x in parts[name].losses]
+            continue
+        left = 60 * arguments.minutes - (time.perf_counter() - begin)
+        whole = sum(shares[n] for n in shares if n not in losses) or 1.0
+        share = shares[name] / whole or 1.0
+        losses[name] = parts[name].run(steps[name], max(left, 1.0) * share)
+    return losses
 
 
 if __name__ == "__main__":

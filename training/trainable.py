@@ -15,6 +15,8 @@ from torch.nn.functional import embedding, linear
 from rose.layers.rotary import Yarn
 from rose.models.gpt_oss.config import GptOssConfig
 
+MOST_SINK = 3.0
+"""Logit of the last head's sink before training, as much as 20 keys with a score of zero."""
 CHUNK = 128
 """Queries per piece of a window layer: with a window of at most this, a piece sees itself and the one before."""
 
@@ -207,7 +209,8 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.Parameter(torch.ones(hidden))
         self.qkv_proj, self.qkv_bias = normal(width + 2 * kv, hidden), zeros(width + 2 * kv)
         self.o_proj, self.o_bias = normal(hidden, width, scale=into_stream), zeros(hidden)
-        self.sinks = zeros(config.num_q_heads)
+        # Spread: heads that begin without a sink of weight hardly learn one, and ignoring sinks would show nowhere.
+        self.sinks = nn.Parameter(torch.linspace(0.0, MOST_SINK, config.num_q_heads))
         self.router, self.router_bias = normal(experts, hidden), zeros(experts)
         self.gate_up_proj = normal(experts, 2 * inner, hidden)
         self.gate_up_bias = zeros(experts, 2 * inner)

@@ -26,26 +26,31 @@ TASKS: dict[str, Draw] = {
     "turns": talk_tasks.turns,
     "acknowledge": talk_tasks.acknowledge,
     "talk": talk_tasks.talk,
+    "repeats": text_tasks.repeats,
+    "spelling": text_tasks.spelling,
 }
 SHARES: dict[str, float] = {
-    "arithmetic": 16,
+    "arithmetic": 18,
     "copy": 10,
     "reverse": 12,
-    "sort": 6,
-    "count": 5,
+    "sort": 7,
+    "count": 7,
     "far_copy": 6,
     "span_copy": 2,
     "tool_call": 16,
     "tool_result": 9,
-    "tool_missing": 3,
+    "tool_missing": 4,
     "json": 7,
-    "instruction": 9,
+    "instruction": 12,
     "turns": 4,
     "acknowledge": 1,
     "talk": 3,
+    "repeats": 6,
+    "spelling": 7,
 }
 """Of training's short rows; `long_copy` comes in long rows of its own."""
-ASKED = tuple(name for name in TASKS if name not in ("talk", "acknowledge"))
+TAUGHT_ONLY = ("talk", "acknowledge", "repeats", "spelling")
+ASKED = tuple(name for name in TASKS if name not in TAUGHT_ONLY)
 """Asked by `rose eval`."""
 OFFERED_FOR_NOTHING = 0.15
 """Share of the plain questions that come with tools that are not needed."""

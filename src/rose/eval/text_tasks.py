@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 from rose.eval import words
 from rose.eval.examples import EFFORTS, Example, by_effort, user
-
-GROUP = 4
-"""Characters that reversal takes at a time, spelt out in the reasoning."""
 
 
 def _column_steps(a: int, b: int, sign: str) -> str:
@@ -32,13 +30,14 @@ def arithmetic(source: random.Random) -> Example:
     # A negative difference is worked out the other way round.
     top, low = (a, b) if sign == "+" or a >= b else (b, a)
     steps = _column_steps(top, low, sign)
-    turned = "" if (top, low) == (a, b) else f" {a} is less than {b}, so the sign turns."
+    # Said first: it decides which of the two is worked out.
+    turned = "" if (top, low) == (a, b) else f"{a} is less than {b}, so the sign turns. "
     check = f"{result} - {b} = {a}" if sign == "+" else f"{result} + {b} = {a}"
     reasoning = by_effort(
         effort,
-        f"{steps}{turned}",
-        f"{a} {sign} {b}.{turned} {steps} So {result}.",
-        f"I work out {a} {sign} {b} column by column.{turned} {steps} So {result}. Check: {check}. That fits.",
+        f"{turned}{steps} So {result}.",
+        f"{a} {sign} {b}. {turned}{steps} So {result}.",
+        f"I work out {a} {sign} {b} column by column. {turned}{steps} So {result}. Check: {check}. That fits.",
     )
     word = "plus" if sign == "+" else "minus"
     ask = source.choice(
@@ -68,16 +67,11 @@ def _string(source: random.Random) -> str:
     return words.symbols(source, source.randint(1, 64))
 
 
-def copy(source: random.Random) -> Example:
-    """Repeat up to 64 characters, or a few sentences."""
+def _copied(source: random.Random, task: str, text: str) -> Example:
     effort = source.choice(EFFORTS)
-    if source.random() < 0.75:
-        text = _string(source)
-    else:
-        text = " ".join(words.made_word(source) for _ in range(source.randint(1, 8)))[:64].strip()
     ask = source.choice(["Repeat exactly: ", "Copy this: ", "Say the following again: "])
     return Example(
-        task="copy",
+        task=task,
         key=f"copy {text}",
         messages=[user(ask + text)],
         reasoning=by_effort(
@@ -91,25 +85,77 @@ def copy(source: random.Random) -> Example:
     )
 
 
-def reverse(source: random.Random) -> Example:
-    """Turn up to 64 characters round, four at a time in the reasoning."""
-    text, effort = _string(source), source.choice(EFFORTS)
-    groups = [text[i : i + GROUP] for i in range(0, len(text), GROUP)]
-    forth = ", ".join(f"{i + 1} {g}" for i, g in enumerate(groups))
-    back = ", ".join(f"{i + 1} {g[::-1]}" for i, g in reversed(list(enumerate(groups))))
-    steps = f"{forth}. Back: {back}."
+def _reversed(source: random.Random, task: str, text: str) -> Example:
+    """Turn a string round at once: what comes next stands before the last few characters written, in the question.
+
+    Joining groups that the reasoning had turned round was learnt later, and lost its place where pairs of characters
+    came twice.
+    """
+    effort = source.choice(EFFORTS)
     ask = source.choice(["Reverse this string: ", "Write backwards: ", "Reverse: "])
     return Example(
-        task="reverse",
+        task=task,
         key=f"reverse {text}",
         messages=[user(ask + text)],
         reasoning=by_effort(
             effort,
-            steps,
-            f"In groups: {steps}",
-            f"I cut the string in groups of four and number them: {steps} Then I join them.",
+            "Backwards.",
+            "I write the string from its end.",
+            f"The string begins with {text[:3]} and ends with {text[-3:]}. I write it from its end.",
         ),
         content=text[::-1],
+        effort=effort,
+    )
+
+
+def copy(source: random.Random) -> Example:
+    """Repeat up to 64 characters, or a few words."""
+    if source.random() < 0.75:
+        return _copied(source, "copy", _string(source))
+    made = " ".join(words.made_word(source) for _ in range(source.randint(1, 8)))
+    return _copied(source, "copy", made[:64].strip())
+
+
+def reverse(source: random.Random) -> Example:
+    """Turn up to 64 characters round."""
+    return _reversed(source, "reverse", _string(source))
+
+
+def repeats(source: random.Random) -> Example:
+    """Copy or turn round a string of few different characters.
+
+    Pairs of them come many times, so only what stands farther back tells how it goes on. For training only.
+    """
+    few = "".join(source.sample(words.SYMBOLS, source.randint(3, 12)))
+    text = "".join(source.choices(few, k=source.randint(8, 64)))
+    return source.choice((_copied, _reversed))(source, "repeats", text)
+
+
+def spelling(source: random.Random) -> Example:
+    """Write words so that other tokens spell them: in capitals, in quotes, on lines of their own. For training only.
+
+    A word after a space is made of other tokens than the same word after a quote, and each capital is one; what a token
+    is made of is to be learnt by heart, and single words among other questions teach little of it.
+    """
+    effort = source.choice(EFFORTS)
+    draws = (words.made_word, words.made_word, words.place, words.person)
+    listed = [source.choice(draws)(source) for _ in range(source.randint(1, 10))]
+    text = ", ".join(listed)
+    ask, how, content = source.choice(
+        [
+            ("Write in capital letters: ", "in capitals", text.upper()),
+            ("Write as a list in JSON: ", "as JSON", json.dumps(listed, separators=(",", ":"))),
+            ("Write each on a line: ", "line by line", "\n".join(listed)),
+        ]
+    )
+    return Example(
+        task="spelling",
+        key=f"spelling {text}",
+        messages=[user(ask + text)],
+        reasoning=by_effort(
+            effort, "I write.", f"I write it {how}.", f"The words are {text}. I write them {how}."
+        ),
+        content=content,
         effort=effort,
     )
 

@@ -29,7 +29,7 @@ from rose.frontend.schemas import encode
 from rose.protocol.event import EngineStatus
 from rose.protocol.grammar import Constraint
 
-ANSWER_SHARE = 8
+LEFT_FOR_ANSWER = 8
 """With truncation=auto and no limit on the answer, one part in so many of the context is left for it. Guessed."""
 DEFAULT_EFFORT = "medium"
 
@@ -111,7 +111,7 @@ class TurnMaker:
         await self._constraint(request)  # what cannot be asked for has no number of tokens
         response_id = new_id(RESPONSE_PREFIX)
         context = resolve(request, response_id, self._store, self._sealer, owner=owner)
-        room = status.context_tokens - status.context_tokens // ANSWER_SHARE
+        room = status.context_tokens - status.context_tokens // LEFT_FOR_ANSWER
         prompt, _ = await self._encode(request, context, room, num_bytes)
         return len(prompt.token_ids)
 
@@ -175,7 +175,7 @@ class TurnMaker:
 def _room(request: ResponsesRequest, status: EngineStatus) -> int:
     """Return how many tokens a prompt may have that is to be cut."""
     context = status.context_tokens
-    return context - (request.max_output_tokens or context // ANSWER_SHARE)
+    return context - (request.max_output_tokens or context // LEFT_FOR_ANSWER)
 
 
 def _summary(request: ResponsesRequest) -> str | None:
