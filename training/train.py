@@ -31,9 +31,8 @@ from rose.eval.rendering import Documents
 from rose.eval.tasks import ASKED, held_out_set
 from rose.frontend.tokenizer import FolderTokenizer
 
-SHARES = {"model": 0.85, "mtp": 0.0, "draft": 0.15}
-"""Of the minutes. The draft compiles kernels of its own; the MTP head learns beside the model and takes none, or all
-where it is trained alone."""
+SHARES = {"model": 0.85, "mtp": 0.15, "draft": 0.15}
+"""Of the minutes, among the parts trained. The MTP head learns beside the model and in its minutes, where both are."""
 MTP_SHARE = 0.4
 """Of the model's steps, at their end, in which the MTP head learns too: one block more in each."""
 LATER_STEPS = 1.15
@@ -334,6 +333,8 @@ class ModelPart(Part):
     def _step(self, step: int, steps: int | None, drawn: Batch) -> Tensor:
         batch = Tensors(drawn, self.settings.device)
         loss = self.learn(step, step / steps if steps else 0.0, batch)
+        if self.head is not None and step == 0:
+            self.head.rehearse(batch)
         if self.head is not None and steps is not None:
             count = round(MTP_SHARE * steps) if self.head_steps is None else self.head_steps
             taken = len(self.head.losses)
@@ -380,6 +381,15 @@ class MtpPart(Part):
         places = x.flatten(0, 1).index_select(0, batch.places_of_two)
         logits = linear(places, model.lm_head.detach())
         return mean_loss(logits, batch.next_two, batch.weights_of_two), logits.new_zeros(())
+
+    def rehearse(self, batch: Tensors) -> None:
+        """Compute gradients and forget them: what cannot be compiled shows now and not after some minutes."""
+        seen = self.seen
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.settings.device != "cpu"):
+            loss, _ = self.loss(batch, 0.0)
+        loss.backward()
+        self.module.zero_grad(set_to_none=True)
+        self.seen = seen
 
     @torch.no_grad()
     def _look(self, batch: Tensors) -> tuple[Rows, Tensor]:
@@ -608,21 +618,24 @@ def main(words: list[str] | None = None) -> None:
         "mtp": head,
         "draft": ModelPart("draft", draft, settings, rate=1.5),
     }
-    losses = train_parts(parts, steps, arguments, begin)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the export is a matter of seconds
-    source.close()
-    out = arguments.out
-    export(model, tokenizer, out / "tiny-gpt-oss", mtp)
-    save_parent(model, mtp, out / "parent.pt")
-    if "draft" in losses:
-        export(draft, tokenizer, out / "tiny-gpt-oss-draft")
-    plot(losses, out / "loss.png")
+    out, losses = arguments.out, {}
 
     def written(scores: dict[str, dict[str, float]]) -> None:
         write_card(out, config, draft_config, settings.log, losses, scores, arguments)
 
-    written({})
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        train_parts(parts, steps, arguments, begin)
+    finally:  # a part that fails does not take with it what others have learnt
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a matter of seconds
+        losses |= {name: [float(x) for x in p.losses] for name, p in parts.items() if p.losses}
+        export(model, tokenizer, out / "tiny-gpt-oss", mtp)
+        save_parent(model, mtp, out / "parent.pt")
+        if "draft" in losses:
+            export(draft, tokenizer, out / "tiny-gpt-oss-draft")
+        written({})
+        plot(losses, out / "loss.png")
+        source.close()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if settings.is_ended:
         return
     scores = score(model, draft, mtp, tokenizer, arguments)
@@ -674,22 +687,17 @@ def train_parts(
     steps: dict[str, int | None],
     arguments: argparse.Namespace,
     begin: float,
-) -> dict[str, list[float]]:
-    """Train one part after the other, each in its share of the minutes that are left; return the losses."""
-    losses: dict[str, list[float]] = {}
-    shares = {name: SHARES[name] for name in SHARES if name in arguments.parts}
-    is_beside = {"model", "mtp"} <= set(shares)
-    for name in shares:
+) -> None:
+    """Train one part after the other, each in its share of the minutes that are left."""
+    names = [name for name in SHARES if name in arguments.parts]
+    if "model" in names and "mtp" in names:
+        names.remove("mtp")  # learns beside the model
+    for i, name in enumerate(names):
         if parts[name].settings.is_ended:
-            break
-        if name == "mtp" and is_beside:
-            losses[name] = [float(x) for x in parts[name].losses]
-            continue
+            return
         left = 60 * arguments.minutes - (time.perf_counter() - begin)
-        whole = sum(shares[n] for n in shares if n not in losses) or 1.0
-        share = shares[name] / whole or 1.0
-        losses[name] = parts[name].run(steps[name], max(left, 1.0) * share)
-    return losses
+        share = SHARES[name] / sum(SHARES[n] for n in names[i:])
+        parts[name].run(steps[name], max(left, 1.0) * share)
 
 
 if __name__ == "__main__":

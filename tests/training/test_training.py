@@ -415,6 +415,24 @@ def test_a_run_told_to_end_leaves_what_it_has(trained, tmp_path, monkeypatch):
     assert (tmp_path / "parent.pt").exists()
 
 
+def test_a_part_that_fails_leaves_what_the_others_learnt(trained, tmp_path, monkeypatch):
+    _, words = trained
+
+    def broken(part, steps, seconds):
+        if part.name == "draft":
+            raise RuntimeError("no kernel for the draft")
+        return run_part(part, steps, seconds)
+
+    run_part = train.Part.run
+    monkeypatch.setattr(train.Part, "run", broken)
+    with pytest.raises(RuntimeError, match="no kernel"):
+        train.main([*words, "--out", str(tmp_path), "--work", str(tmp_path / "work")])
+    log = json.loads((tmp_path / "log.json").read_text())
+    assert {name: len(x) for name, x in log["losses"].items()} == {"model": 20, "mtp": 2}
+    assert (tmp_path / "tiny-gpt-oss" / "model.safetensors").exists()
+    assert not (tmp_path / "tiny-gpt-oss-draft").exists()
+
+
 def test_the_parent_holds_the_numbers_before_rounding(trained, tmp_path):
     """As bf16 it is what was trained; as MXFP4 nearly the shipped checkpoint, which was rounded once and not twice."""
     folder, _ = trained
