@@ -235,15 +235,15 @@ def check_here(way: str, first: int) -> int:
     return 0
 
 
-def check(way: str, deadline: float) -> dict[str, Any]:
-    """Check all shapes of a way in as many processes as it takes."""
+def check(way: str, deadline: float, script: str = __file__) -> dict[str, Any]:
+    """Check all shapes of a way in as many processes of a script as it takes."""
     began, first, wrong = time.monotonic(), 0, []
     while first < len(RUNGS):
         left = deadline - time.monotonic()
         if left < 8:
             wrong.append(f"no time left for {RUNGS[first].name} and later ones")
             break
-        text, ended = child(["--check", way, "--first", str(first)], left)
+        text, ended = child(["--check", way, "--first", str(first)], left, script)
         lines = text.splitlines()
         wrong += [line[6:] for line in lines if line.startswith("wrong ")]
         if "finished" in lines:
@@ -262,11 +262,11 @@ def check(way: str, deadline: float) -> dict[str, Any]:
     }
 
 
-def child(options: list[str], seconds: float) -> tuple[str, str]:
-    """Run this script again; return its words and how it ended."""
+def child(options: list[str], seconds: float, script: str = __file__) -> tuple[str, str]:
+    """Run a script like this one; return its words and how it ended."""
     blocking = {"CUDA_LAUNCH_BLOCKING": "1"} if "--check" in options else {}
     process = subprocess.Popen(
-        [sys.executable, __file__, *options], env={**os.environ, **blocking}, text=True,
+        [sys.executable, script, *options], env={**os.environ, **blocking}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:

@@ -44,6 +44,7 @@ struct Named {
 struct Warp {
   int arrived = 0, generation = 0;
   uint32_t values[32];
+  uint32_t fragments[32][4];  // operand A of a product, by lane
 };
 
 struct Fiber {

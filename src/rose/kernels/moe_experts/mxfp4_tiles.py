@@ -17,7 +17,7 @@ from rose.kernels.weights import ExpertWeights
 from rose.utils.math import ceil_div
 
 _TILE = 128
-_CHUNK = 8
+CHUNK = 8
 """Experts worked on at once: bounds the temporaries of a 120b layer to about 0.3 GB."""
 
 
@@ -45,16 +45,21 @@ def tile_exponents(matrix: FormattedTensor) -> Tensor:
     assert matrix.format == MXFP4, f"made for mxfp4, not {matrix.format.name}"
     assert matrix.scales is not None, "mxfp4 comes with scales"
     parts = [
-        _tile_exponents(matrix.values[e : e + _CHUNK], matrix.scales[e : e + _CHUNK])
-        for e in range(0, matrix.shape[0], _CHUNK)
+        _tile_exponents(matrix.values[e : e + CHUNK], matrix.scales[e : e + CHUNK])
+        for e in range(0, matrix.shape[0], CHUNK)
     ]
     return torch.cat(parts)
 
 
-def _tile_exponents(values: Tensor, scales: Tensor) -> Tensor:
+def top_exponents(values: Tensor, scales: Tensor) -> Tensor:
+    """Return the biased exponent of each block's largest magnitude, 0 for a block of zeros; int32 [E, N, K / 32]."""
     code = torch.maximum((values & 7).amax(dim=-1), ((values >> 4) & 7).amax(dim=-1)).int()
     # Codes 1..7 are 0.5 1 1.5 2 3 4 6: floor(log2) is -1 0 0 1 1 2 2.
-    top = torch.where(code > 0, scales.int() + code // 2 - 1, 0)
+    return torch.where(code > 0, scales.int() + code // 2 - 1, 0)
+
+
+def _tile_exponents(values: Tensor, scales: Tensor) -> Tensor:
+    top = top_exponents(values, scales)
     rows, blocks = top.shape[-2:]
     top = pad(top, (0, -blocks % 4, 0, -rows % _TILE))
     tiles = top.view(-1, ceil_div(rows, _TILE), _TILE, ceil_div(blocks, 4), 4).amax(dim=(2, 4))

@@ -4,6 +4,7 @@
 
 #include "mbarrier.cuh"
 #include "prefill_permute.cuh"
+#include "prefill_tiles.cuh"
 
 namespace rose::moe {
 
@@ -137,7 +138,8 @@ __global__ void __cluster_dims__(kSortBlocks, 1, 1) __launch_bounds__(kSortWarps
 }
 
 // One block per token, 8 lanes per group of 128 columns, 16 columns a lane: quantised once, written to each row.
-template <int kChosenMax>
+// kTurned: in the order that prefill_swapped.cuh reads, a transpose of 8 x 4 words of a group (4 x 4 of half a group).
+template <int kChosenMax, bool kTurned = false>
 __global__ void quantize_wide(const __nv_bfloat16* x, const int* row_of_pair, uint8_t* values, float* scales,
                               int columns, int chosen, int scales_stride) {
   const int64_t token = blockIdx.x;
@@ -169,11 +171,18 @@ __global__ void quantize_wide(const __nv_bfloat16* x, const int* row_of_pair, ui
     packed[i] = pack_e4m3(v[4 * i] * inverse, v[4 * i + 1] * inverse, v[4 * i + 2] * inverse, v[4 * i + 3] * inverse);
   }
   const bool is_in = column < columns, has_group = group * 128 < columns;
+  int place = column;
+  if constexpr (kTurned) {
+    const bool is_half = group * 128 + 64 == columns;
+    const int turn = is_half ? part % 4 : part / 2;
+    transpose_lanes(packed, turn, is_half ? 1 : 2);
+    place = group * 128 + 16 * (is_half ? part : 4 * (part % 2) + turn);
+  }
 #pragma unroll
   for (int k = 0; k < kChosenMax; ++k) {
     if (rows[k] < 0) continue;
     if (is_in) {
-      *reinterpret_cast<uint4*>(values + int64_t(rows[k]) * columns + column) =
+      *reinterpret_cast<uint4*>(values + int64_t(rows[k]) * columns + place) =
           make_uint4(packed[0], packed[1], packed[2], packed[3]);
     }
     if (has_group && part == k % 8) scales[int64_t(group) * scales_stride + rows[k]] = scale;

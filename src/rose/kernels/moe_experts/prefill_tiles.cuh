@@ -34,21 +34,23 @@ struct Ring {
   }
 };
 
-// Four words per lane of a quad, transposed: lane q receives word q of lanes 0..3.
-__device__ __forceinline__ void transpose_quad(uint32_t (&w)[4], int q) {
+// Four words of each of four lanes that lie `step` apart, transposed: lane q of them receives word q of lanes 0..3.
+__device__ __forceinline__ void transpose_lanes(uint32_t (&w)[4], int q, int step) {
 #pragma unroll
   for (int i = 0; i < 4; i += 2) {
-    uint32_t got = __shfl_xor_sync(0xffffffffu, (q & 1) ? w[i] : w[i + 1], 1);
+    uint32_t got = __shfl_xor_sync(0xffffffffu, (q & 1) ? w[i] : w[i + 1], step);
     if (q & 1) w[i] = got;
     else w[i + 1] = got;
   }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    uint32_t got = __shfl_xor_sync(0xffffffffu, (q & 2) ? w[i] : w[i + 2], 2);
+    uint32_t got = __shfl_xor_sync(0xffffffffu, (q & 2) ? w[i] : w[i + 2], 2 * step);
     if (q & 2) w[i] = got;
     else w[i + 2] = got;
   }
 }
+
+__device__ __forceinline__ void transpose_quad(uint32_t (&w)[4], int q) { transpose_lanes(w, q, 1); }
 
 // The 4 x 4 bytes of four words, transposed: word i receives byte i of words 0..3.
 __device__ __forceinline__ uint4 transpose_bytes(const uint32_t (&w)[4]) {

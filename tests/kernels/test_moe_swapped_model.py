@@ -1,0 +1,169 @@
+"""The swapped CUDA experts as they are written, on a model of a Hopper block: roles, waits, layouts (moe_model.py)."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from moe_model import compiled, drawn, launch, spread, table_of
+
+from rose.kernels import build
+from rose.kernels.formats import MXFP4, FormattedTensor
+from rose.kernels.moe_experts import cuda_swapped
+from rose.kernels.moe_experts.reference import swiglu
+from rose.kernels.moe_experts.swapped_tables import with_offsets
+from rose.kernels.weights import ExpertWeights
+from rose.utils.math import ceil_div, round_up
+
+pytestmark = pytest.mark.skipif(
+    build.find_nvcc() is None or shutil.which("g++") is None, reason="needs nvcc's headers and g++"
+)
+LIMITS = (4e-2, 4e-2, 4e-3)
+"""One rounding to E4M3 each for x and hidden (2^-4 of a value at most), to bf16 for y (2^-9)."""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return compiled(tmp_path_factory.mktemp("model"), "swapped")
+
+
+def experts(
+    library: ctypes.CDLL,
+    counts: list[int],
+    hidden: int,
+    inner: int,
+    *,
+    even: bool = True,
+    weights: ExpertWeights | None = None,
+) -> tuple[str, list[Tensor], list[Tensor]]:
+    """Run quantise, gate-up and down; return the problem, (x, hidden, y) found and (x, hidden, y) wanted."""
+    x_RD, plain = drawn(counts, hidden, inner)
+    plain = weights or plain
+    made = with_offsets(plain)
+    table = table_of(counts, cuda_swapped.ROWS)
+    rows, padded = x_RD.shape[0], round_up(x_RD.shape[0], 4)
+
+    def empty(columns: int) -> tuple[Tensor, Tensor]:
+        values = torch.full((rows, columns), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        return values, torch.full((ceil_div(columns, 128), padded), torch.nan)
+
+    values_RD, scales = empty(hidden)
+    hidden_RI, hidden_scales = empty(inner)
+    y_RD = torch.full((rows, hidden), torch.nan, dtype=torch.bfloat16)
+    problem = launch(
+        library, "cuda_swapped", "launch_quantize_turned", x_RD.data_ptr(), table.row_TK.data_ptr(),
+        values_RD.data_ptr(), scales.data_ptr(), rows, hidden, 1, padded,
+    ) or launch(
+        library, "cuda_swapped", "launch_swapped_gate_up",
+        *cuda_swapped.operands(values_RD, scales, table, made.gate_up, plain.gate_up_bias_EF),
+        hidden_RI.data_ptr(), hidden_scales.data_ptr(), padded, 1.702, 7.0, int(even), 5,
+    ) or launch(
+        library, "cuda_swapped", "launch_swapped_down",
+        *cuda_swapped.operands(hidden_RI, hidden_scales, table, made.down, plain.down_bias_ED),
+        y_RD.data_ptr(), int(even), 5,
+    )  # fmt: skip
+    found = [
+        spread(cuda_swapped.in_order(values_RD), scales),
+        spread(cuda_swapped.in_order(hidden_RI), hidden_scales),
+        y_RD.float(),
+    ]
+    wanted = [x_RD.float(), torch.zeros(rows, inner), torch.zeros(rows, hidden)]
+    begin = 0
+    for e, count in enumerate(counts):
+        part = slice(begin, begin + count)
+        gate_up = found[0][part] @ plain.gate_up.to_float()[e].T + plain.gate_up_bias_EF[e].float()
+        wanted[1][part] = swiglu(gate_up, alpha=1.702, limit=7.0)
+        product = found[1][part] @ plain.down.to_float()[e].T
+        wanted[2][part] = product + plain.down_bias_ED[e].float()
+        begin += count
+    return problem, found, wanted
+
+
+def is_right(found: list[Tensor], wanted: list[Tensor]) -> bool:
+    return all(
+        not torch.isnan(a).any()
+        and bool((a - b).norm() <= limit * b.norm())
+        and bool((a - b).abs().max() <= 2 * limit * b.abs().max())
+        for a, b, limit in zip(found, wanted, LIMITS, strict=True)
+    )
+
+
+@pytest.mark.parametrize(("counts", "hidden", "inner", "even"), [
+    ([70, 0, 130], 192, 192, True),
+    pytest.param([70, 0, 130], 192, 192, False, marks=pytest.mark.slow),
+    pytest.param([1, 63, 64, 65], 320, 320, True, marks=pytest.mark.slow),
+    pytest.param([127, 128, 129], 128, 256, True, marks=pytest.mark.slow),
+    pytest.param([257, 96, 97], 320, 320, True, marks=pytest.mark.slow),
+    pytest.param([3, 60], 64, 64, True, marks=pytest.mark.slow),
+    pytest.param([5, 0, 0, 600], 448, 192, True, marks=pytest.mark.slow),
+    pytest.param([2, 300], 448, 192, False, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_experts_agree_with_torch_stage_by_stage(
+    library: ctypes.CDLL, counts: list[int], hidden: int, inner: int, even: bool
+) -> None:
+    problem, found, wanted = experts(library, counts, hidden, inner, even=even)
+    assert problem == ""
+    for a, b, limit in zip(found, wanted, LIMITS, strict=True):
+        assert not torch.isnan(a).any()
+        assert (a - b).norm() <= limit * b.norm()
+        assert (a - b).abs().max() <= 2 * limit * b.abs().max()
+
+
+def codes_of(rows: int, columns: int, scales: Tensor) -> FormattedTensor:
+    codes = torch.randint(0, 256, (1, rows, columns // 32, 16), dtype=torch.uint8)
+    return FormattedTensor(format=MXFP4, values=codes, scales=scales.expand(1, rows, columns // 32))
+
+
+@pytest.mark.slow
+def test_exponents_far_apart_are_expanded_as_far_as_e4m3_goes(library: ctypes.CDLL) -> None:
+    torch.manual_seed(5)
+    spread_out = torch.tensor([120, 107, 119, 100, 118, 60], dtype=torch.uint8)
+    weights = ExpertWeights(
+        gate_up=codes_of(384, 192, spread_out), gate_up_bias_EF=torch.randn(1, 384).bfloat16(),
+        down=codes_of(192, 192, spread_out), down_bias_ED=torch.randn(1, 192).bfloat16(),
+    )  # fmt: skip
+    problem, found, wanted = experts(library, [40], 192, 192, weights=weights)
+    assert problem == ""
+    assert is_right(found, wanted)
+
+
+@pytest.mark.slow
+def test_products_compile_with_operand_a_in_registers_and_no_serialised_wgmma() -> None:
+    built = cuda_swapped.SwappedLibrary().library.build()
+    assert "warning" not in built.log
+    assert "Performance Loss" not in built.log
+    functions = re.split(r"\n\s*Function : ", build.disassemble(built.path))[1:]
+    products = [f for f in functions if "7product" in f.split("\n")[0]]
+    assert len(products) == 6
+    for code in products:
+        # Three widths of pieces, each with a half stage and a whole one of two slabs and two pieces.
+        assert len(
+            re.findall(r"QGMMA\.64x\d+x32\.F32\.E4M3\.E4M3 R\d+, R\d+, gdesc", code)
+        ) == 3 * (8 + 16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("old", "new", "words"), [
+    ("mbarrier_init(at.full + 8 * i, 1)", "mbarrier_init(at.full + 8 * i, 2)", "deadlock"),
+    ("    if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);".strip(), "", "deadlock"),
+    ("mbarrier_wait(at.staged_full, staged_parity);", "", ""),
+    ("+ 2 * permute_bytes(0x40404040u, 0x40404040u, codes);", ";", ""),
+    ("(place.row & 3) + 2 * t", "2 * t", ""),
+    ("code_row * kRowCodes + 16 * t", "code_row * kRowCodes + 8 * t", ""),
+    ("const uint32_t codes = stage + P::kCodesAt + mine.codes - 8 * t;",
+     "const uint32_t codes = stage + P::kCodesAt + mine.codes;", ""),
+])  # fmt: skip
+def test_the_model_notices_mistakes(tmp_path: Path, old: str, new: str, words: str) -> None:
+    library = compiled(tmp_path, "swapped", ((old, new),))
+    problem, found, wanted = experts(library, [70, 0, 200], 448, 192)
+    assert words in problem
+    assert problem or not is_right(found, wanted)
