@@ -39,7 +39,7 @@ class PageKeys:
                 self._salt.encode("utf-8", "surrogatepass"), digest_size=KEY_BYTES
             ).digest()
         )
-        tokens = array("i", token_ids[len(keys) * page_tokens : num_pages * page_tokens]).tobytes()
+        tokens = array("I", token_ids[len(keys) * page_tokens : num_pages * page_tokens]).tobytes()
         size = page_tokens * _TOKEN_BYTES
         for start in range(0, len(tokens), size):
             key = blake2b(key + tokens[start : start + size], digest_size=KEY_BYTES).digest()

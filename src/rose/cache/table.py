@@ -110,11 +110,11 @@ class PageTable:
         most = (len(token_ids) - 1) // self._page_tokens if self.is_caching else 0
         if most <= 0:
             return self._nothing
-        names = keys.up_to(most, token_ids, self._page_tokens)
         known = most
         for kind, pool in self._kinds:
             if kind.window_tokens is None:
-                known = next((c for c in range(known) if pool.find(names[c]) is None), known)
+                known = self._num_known(pool, keys, token_ids, known)
+        names = keys.up_to(known, token_ids, self._page_tokens)
         count, before = known, -1
         while count != before:
             before = count
@@ -131,6 +131,21 @@ class PageTable:
             columns=tuple(columns),
             num_known_columns=known,
         )
+
+    def _num_known(self, pool: PagePool, keys: PageKeys, token_ids: list[int], most: int) -> int:
+        """Return how many of the first `most` columns the pool has, up to the first that it lacks.
+
+        No more keys are made than that takes: those of a long prompt that nobody has asked before would delay its
+        first step by half a millisecond.
+        """
+        end = 0
+        while end < most:
+            start, end = end, min(most, 4 * end + 4)
+            names = keys.up_to(end, token_ids, self._page_tokens)
+            for column in range(start, end):
+                if pool.find(names[column]) is None:
+                    return column
+        return most
 
     def _whole_window(
         self, kind: KindLayout, pool: PagePool, names: list[bytes], count: int

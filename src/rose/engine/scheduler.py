@@ -59,6 +59,8 @@ class Scheduler:
         """Prompt tokens that came from the prefix cache; a preempted sequence counts as it first started."""
         self._free_slots = list(range(config.max_sequences - 1, -1, -1))
         self._in_slot: dict[int, Sequence] = {}
+        self._computed: list[Sequence] = []
+        """Whose prompts the last step goes on with."""
         self._step = 0
 
     @property
@@ -75,6 +77,7 @@ class Scheduler:
 
         Aliasing  the plan's decode entries are reused by the next call
         """
+        self._register_computed()
         self._free_dead_pages()
         flight = Flight(self._step, [], [])
         preemptions = self.num_preemptions
@@ -93,9 +96,8 @@ class Scheduler:
             self._admit(budget, flight, prefill)
         if not decode and not prefill:
             return None
-        # Not before: what shares a step would read pages in the same step that writes them.
-        for entry in prefill:
-            self._register(self._in_slot[entry.slot])
+        if prefill:
+            self._computed = [self._in_slot[entry.slot] for entry in prefill]
             flight.phase = "mixed" if decode else "prefill"
         self.flights.append(flight)
         self._step += 1
@@ -258,6 +260,18 @@ class Scheduler:
         del self._in_slot[sequence.slot]
         self._free_slots.append(sequence.slot)
         self.table.close(sequence.pages)
+
+    def _register_computed(self) -> None:
+        """Offer the pages of the last step's chunks to others.
+
+        Not with their step: what shares a step would read pages that it writes, and hashing a prompt would delay
+        its launch.
+        """
+        for sequence in self._computed:
+            # Who has given up its pages since has offered them then.
+            if sequence.state is SequenceState.RUNNING:
+                self._register(sequence)
+        self._computed = []
 
     def _register(self, sequence: Sequence) -> None:
         """Offer the sequence's full pages to others; the host must know their tokens, and may lag behind."""

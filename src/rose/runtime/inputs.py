@@ -7,6 +7,7 @@ A step with prompts in it sends all it needs in one copy. Knows neither models n
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,7 +103,7 @@ class DeviceTables:
         self._kind_strides = [k * num_rows * self._num_columns for k in range(num_kinds)]
         hits = max(MAX_HIT_COLUMNS, self._num_columns)
         updates = num_kinds * (max_step_tokens // layout.page_tokens + 2 * num_rows + hits)
-        capacity = 3 * max_step_tokens + (6 + _PACKED) * num_rows + 2 * updates + 2
+        capacity = 4 * max_step_tokens + (6 + _PACKED) * num_rows + 2 * updates + 2
         self._ring = StagingRing(capacity, self.device)
         self._received = torch.zeros(
             (1 + 2 * num_kinds) * num_rows, dtype=torch.int64, device=self.device
@@ -201,9 +202,9 @@ class DeviceTables:
         sent = _MixedStep(self, plan)
         device_array = torch.empty(sent.num_elements, dtype=torch.int64, device=self.device)
         self._ring.send(sent.num_elements, device_array)
-        parts = {name: device_array[a:b] for name, (a, b) in sent.sections.items()}
-        self.pages_KRP.view(-1).index_copy_(0, parts["indices"], parts["values"].to(torch.int32))
-        lengths_S = parts["lengths"].to(torch.int32)
+        parts = sent.split(device_array)
+        lengths_S = parts["lengths"]
+        self.pages_KRP.view(-1).index_copy_(0, parts["indices"], parts["values"])
         self.lengths_R.index_copy_(0, parts["slots"], lengths_S)
         if sent.num_new:
             self.sampling.write(parts["new_slots"], parts["packed"].view(_PACKED, sent.num_new))
@@ -221,7 +222,7 @@ class DeviceTables:
             max_length=plan.max_length,
             positions_T=parts["positions"],
             lengths_S=lengths_S,
-            query_starts_N1=parts["starts"].to(torch.int32),
+            query_starts_N1=parts["starts"],
             kinds=self._mixed_kinds(parts, plan.max_length),
             kv_pages=kv_pages,
         )
@@ -235,18 +236,15 @@ class DeviceTables:
         )
 
     def _mixed_kinds(self, parts: dict[str, Tensor], max_length: int) -> dict[str, KindContext]:
-        slots_S, positions_T = parts["slots"], parts["positions"]
-        slot_T = slots_S.index_select(0, parts["sequences"])
-        columns_T, offsets_T = positions_T // self._page_tokens, positions_T % self._page_tokens
+        """Return where the KV of each kind is, in three operators: the first kernel of the model waits for them."""
         width = ceil_div(max_length, self._page_tokens)
-        kinds = {}
-        for kind, k in self._kind_index.items():
-            page_T = self.pages_KRP[k][slot_T, columns_T].to(torch.int64)
-            kinds[kind] = KindContext(
-                page_table_SP=self.pages_KRP[k, :, :width].index_select(0, slots_S),
-                slots_T=page_T * self._page_tokens + offsets_T,
-            )
-        return kinds
+        tables_KSW = self.pages_KRP[:, :, :width].index_select(1, parts["slots"])
+        page_KT = self.pages_KRP.flatten(1).index_select(1, parts["cells"])
+        slots_KT = torch.add(parts["offsets"], page_KT, alpha=self._page_tokens)
+        return {
+            kind: KindContext(page_table_SP=tables_KSW[k], slots_T=slots_KT[k])
+            for kind, k in self._kind_index.items()
+        }
 
     def keep_tokens(self, slots_S: Tensor, tokens_S: Tensor) -> None:
         """Remember the sampled tokens as inputs of the next step; graph-safe.
@@ -274,17 +272,20 @@ class DeviceTables:
 
 
 class _MixedStep:
-    """Fills the ring's next buffer with a step that has prompts; `sections` says where what is."""
+    """Fills the ring's next buffer with a step that has prompts; `split` finds its sections on the device."""
 
     def __init__(self, tables: DeviceTables, plan: StepPlan) -> None:
-        self.sections: dict[str, tuple[int, int]] = {}
         self.num_elements = 0
+        self._sections: dict[str, tuple[int, int | None]] = {}
+        """Name -> elements of int64, and how many numbers of int32 are in them; None: they are int64."""
         self._array = tables._ring.next_array()
         entries = plan.decode + plan.prefill
         self._write_rows(entries)
-        self._write_tokens(entries, plan.num_tokens)
+        self._write_tokens(
+            entries, plan.num_tokens, tables._page_tokens, row_cells=tables._num_columns
+        )
         starts = np.cumsum([0] + [e.num_tokens for e in plan.prefill])
-        self._section("starts", len(starts))[:] = starts
+        self._int32_section("starts", len(starts))[:] = starts
         self._write_sampled(entries)
         new = [(e.slot, pack(e.sampling)) for e in plan.prefill if e.sampling is not None]
         self.num_new = len(new)
@@ -294,33 +295,54 @@ class _MixedStep:
             packed[:] = np.array([p for _, p in new], dtype=np.int64).T.reshape(-1)
         num_updates = sum(len(u) for e in entries for u in e.new_pages.values())
         indices = self._section("indices", num_updates)
-        tables._write_updates(entries, indices, self._section("values", num_updates))
+        tables._write_updates(entries, indices, self._int32_section("values", num_updates))
 
-    def _section(self, name: str, num_elements: int) -> np.ndarray:
+    def split(self, device_array: Tensor) -> dict[str, Tensor]:
+        """Return the sections of what was sent, as views."""
+        sizes = [elements for elements, _ in self._sections.values()]
+        views = device_array.split(sizes)
+        return {
+            name: view.view(torch.int32)[:count] if count is not None else view
+            for (name, (_, count)), view in zip(self._sections.items(), views, strict=True)
+        }
+
+    def _section(self, name: str, num_elements: int, num_int32: int | None = None) -> np.ndarray:
         start, end = self.num_elements, self.num_elements + num_elements
         assert end <= len(self._array), f"a step of {end} numbers passes the staging buffer"
-        self.sections[name] = (start, end)
+        self._sections[name] = (num_elements, num_int32)
         self.num_elements = end
         return self._array[start:end]
 
+    def _int32_section(self, name: str, count: int) -> np.ndarray:
+        """Two numbers in an element: kernels take them as they lie, without a conversion on the device."""
+        return self._section(name, ceil_div(count, 2), count).view(np.int32)[:count]
+
     def _write_rows(self, entries: list[PlanEntry]) -> None:
         self._section("slots", len(entries))[:] = [e.slot for e in entries]
-        self._section("lengths", len(entries))[:] = [
+        self._int32_section("lengths", len(entries))[:] = [
             e.start_position + e.num_tokens for e in entries
         ]
 
-    def _write_tokens(self, entries: list[PlanEntry], num_tokens: int) -> None:
+    def _write_tokens(
+        self, entries: list[PlanEntry], num_tokens: int, page_tokens: int, *, row_cells: int
+    ) -> None:
+        """Write tokens, their positions, and where these lie: cell of a kind's page table, offset in the page."""
         tokens = self._section("tokens", num_tokens)
         positions = self._section("positions", num_tokens)
-        sequences = self._section("sequences", num_tokens)
+        cells = self._section("cells", num_tokens)
         end = 0
-        for i, entry in enumerate(entries):
+        for entry in entries:
             start, end = end, end + entry.num_tokens
-            # 0 for decode entries: their token is on the device.
-            tokens[start:end] = 0 if entry.token_ids is None else entry.token_ids
+            if entry.token_ids is None:
+                tokens[start:end] = 0  # it is on the device
+            else:
+                # numpy reads a list three times as slowly
+                tokens[start:end] = array("I", entry.token_ids)
             first = entry.start_position
             positions[start:end] = np.arange(first, first + entry.num_tokens)
-            sequences[start:end] = i
+            cells[start:end] = entry.slot * row_cells
+        cells += positions // page_tokens
+        np.remainder(positions, page_tokens, out=self._section("offsets", num_tokens))
 
     def _write_sampled(self, entries: list[PlanEntry]) -> None:
         ends = np.cumsum([e.num_tokens for e in entries])
