@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from rose.bench import sweep
 from rose.bench.fit import refusal
@@ -125,6 +126,38 @@ def test_prompts_that_are_not_in_the_cache_are_not_timed_as_if_they_were(session
     monkeypatch.setattr(session.engine.table, "is_caching", False)
     with pytest.raises(RuntimeError, match="found 0 of them in the prefix cache, 192 were to be"):
         cached_decode_milliseconds(session.engine, session.prompts, 2, 200)
+
+
+def test_filled_prompts_are_found_like_computed_ones_and_never_computed(session):
+    engine, prompts = session.engine, session.prompts
+    before, used = engine.counters.num_prompt_tokens, engine.table.num_used_pages
+    # 600 tokens are three chunks of this engine; a hit needs the window's pages of the last.
+    samples = cached_decode_milliseconds(engine, prompts, 2, 600, repeats=1, is_filled=True)
+    assert len(samples) == 1
+    # 600 = 9 pages of 64 and 24 tokens, computed in both runs.
+    assert engine.counters.num_prompt_tokens - before == 2 * 2 * 24
+    assert engine.table.num_used_pages == used
+
+
+def test_pages_of_made_up_kv_hold_numbers_that_differ(session):
+    sweep.randomise_kv(session.engine)
+    for pages in session.engine.decoder.runner.kv_pages:
+        assert pages.float().std() == pytest.approx(1.0, abs=0.05)
+        assert not torch.equal(pages[0], pages[1])
+
+
+def test_closed_loop_ends_in_time_and_times_what_it_saw(session):
+    engine = session.engine
+    computed = engine.counters.num_prompt_tokens
+    result = closed_loop(
+        engine, session.prompts, in_flight=2, input_tokens=200, output_tokens=40, requests=10_000,
+        seconds=2.0, is_filled=True,
+    )  # fmt: skip
+    assert 2.0 < result.seconds < 60
+    assert 0 < len(result.token_ms) == result.num_requests < 10_000
+    assert not engine.has_work
+    # The first two found their prompts, all but 8 tokens of each.
+    assert (engine.counters.num_prompt_tokens - computed - 2 * 8) % 200 == 0
 
 
 def test_prompts_never_share_a_beginning():

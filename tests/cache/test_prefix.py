@@ -231,3 +231,12 @@ def test_the_first_to_be_evicted_are_pages_that_are_not_kept():
     assert pool.find(bytes([pages[1]])) is None
     pool.keep(pages[2])
     assert pool.allocate(1) == [pages[0]]
+
+
+def test_an_unseen_prompt_is_not_hashed_to_be_looked_up():
+    table, tokens = _table(), _tokens(50 * PAGE)
+    _run(table, _tokens(10 * PAGE))
+    keys = PageKeys("")
+    assert table.find(keys, [9999, *tokens[1:]]).num_columns == 0
+    assert len(keys.up_to(0, tokens, PAGE)) <= 4
+    assert _find(table, tokens) == 10 * PAGE

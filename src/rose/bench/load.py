@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rose.bench.sweep import PromptSource, drain
+from rose.bench.sweep import PromptSource, drain, fill_cache
 from rose.engine.engine import LLMEngine
 from rose.protocol.event import ErrorEvent, FinishedEvent, TokensEvent
 from rose.protocol.request import Request
@@ -36,13 +36,23 @@ class Timeline:
         """Mean time per token after the first."""
         return (self.tokens[-1] - self.tokens[0]) * 1e3 / (len(self.tokens) - 1)
 
+    def between(self, begin: float, end: float) -> Timeline:
+        """Return the part of it that was seen in a time."""
+        return Timeline(begin=self.begin, tokens=[t for t in self.tokens if begin < t <= end])
+
+
+LEAST_SEEN = 16
+"""Tokens within the measured time from which a request that was not wholly in it has a time per token."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult:
-    """What the whole requests of the measured time saw."""
+    """What the requests of the measured time saw."""
 
     output_tokens_per_s: float
     seconds: float
+    num_requests: int
+    """Whose times per token these are."""
     first_token_ms: list[float]
     token_ms: list[float]
 
@@ -54,9 +64,11 @@ class Clients:
         self.engine, self.prompts = engine, prompts
         self.timelines: dict[str, Timeline] = {}
 
-    def add(self, input_tokens: int, output_tokens: int) -> str:
-        """Submit a fresh prompt."""
+    def add(self, input_tokens: int, output_tokens: int, *, is_filled: bool = False) -> str:
+        """Submit a fresh prompt; `is_filled`: after it was put into the prefix cache."""
         request: Request = self.prompts.request(input_tokens, output_tokens)
+        if is_filled:
+            fill_cache(self.engine, [request])
         self.timelines[request.request_id] = Timeline(begin=time.perf_counter())
         _require_no_error(self.engine.add(request))
         return request.request_id
@@ -80,20 +92,26 @@ def closed_loop(
     input_tokens: int,
     output_tokens: int,
     requests: int,
+    seconds: float | None = None,
+    is_filled: bool = False,
     now: Callable[[str], None] = lambda _text: None,
 ) -> LoadResult:
     """Keep `in_flight` requests running until so many whole ones have ended since all were decoding.
 
-    Units    output_tokens >= 2; whole: with all their output tokens and wholly inside the measured time
+    Units    output_tokens >= 2; whole: with all their output tokens and wholly inside the measured time;
+             seconds: end after so long even so, and time what was seen of each request; is_filled: the prompts of
+             the requests that are there at the beginning are not computed (`fill_cache`), those of later ones are
     """
     clients = Clients(engine, prompts)
     lengths = random.Random(in_flight)
     for _ in range(in_flight):
-        clients.add(input_tokens, lengths.randint(1, output_tokens))
+        clients.add(input_tokens, lengths.randint(1, output_tokens), is_filled=is_filled)
     begin: float | None = None
     whole: list[Timeline] = []
     first = set(clients.timelines)
     while len(whole) < requests:
+        if begin is not None and seconds is not None and time.perf_counter() - begin > seconds:
+            break
         ended = clients.step()
         if begin is None and all(clients.timelines[i].tokens for i in first):
             begin = time.perf_counter()
@@ -109,11 +127,23 @@ def closed_loop(
     for request_id in engine.running_ids():
         engine.abort(request_id)
     drain(engine)
+    timed = whole
+    if seconds is not None:
+        timed = [line.between(begin, end) for line in clients.timelines.values()]
+        timed = [line for line in timed if len(line.tokens) >= LEAST_SEEN]
+    begun = [t for t in clients.timelines.values() if t.begin >= begin and t.tokens]
+    first_tokens = [t.first_token_ms for t in (whole if seconds is None else begun)]
+    if not timed or not first_tokens:
+        raise RuntimeError(
+            f"no request of {in_flight} in flight began and had {LEAST_SEEN} tokens within {end - begin:.1f} s; "
+            "give the cell more seconds"
+        )
     return LoadResult(
         output_tokens_per_s=tokens / (end - begin),
         seconds=end - begin,
-        first_token_ms=[t.first_token_ms for t in whole],
-        token_ms=[t.token_ms for t in whole],
+        num_requests=len(timed),
+        first_token_ms=first_tokens,
+        token_ms=[t.token_ms for t in timed],
     )
 
 

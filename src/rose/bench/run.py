@@ -5,10 +5,13 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+import torch
+
 from rose.bench.load import closed_loop, mixed, mixed_tokens
 from rose.bench.progress import BenchProgress
 from rose.bench.record import percentile
 from rose.bench.session import Session
+from rose.bench.sweep import CACHED_REPEATS
 
 
 def run_latency(
@@ -17,6 +20,7 @@ def run_latency(
     batches: list[int],
     contexts: list[int],
     repeats: int,
+    decode_repeats: int = CACHED_REPEATS,
     **options: Any,
 ) -> None:
     """Measure prompt lengths, then batch sizes at each context, on one engine."""
@@ -27,7 +31,7 @@ def run_latency(
             session.prefill(number, repeats)
         for context in contexts:
             for batch in batches:
-                session.decode(batch, context)
+                session.decode(batch, context, decode_repeats)
     session.print_table()
 
 
@@ -50,6 +54,7 @@ def run_load(
     output_tokens: int,
     in_flight: list[int],
     rounds: int,
+    seconds: float | None = None,
     **options: Any,
 ) -> None:
     """Measure the closed loop at each prompt length and number of requests in flight."""
@@ -58,17 +63,24 @@ def run_load(
         progress.expect(len(input_tokens) * len(in_flight))
         for length in input_tokens:
             for number in in_flight:
-                _load(session, number, length, output_tokens, rounds)
+                _load(session, number, length, output_tokens, rounds, seconds)
     session.print_table()
 
 
 def _load(
-    session: Session, in_flight: int, input_tokens: int, output_tokens: int, rounds: int
+    session: Session,
+    in_flight: int,
+    input_tokens: int,
+    output_tokens: int,
+    rounds: int,
+    seconds: float | None,
 ) -> None:
     cell = f"load {input_tokens}/{output_tokens}, {in_flight} in flight"
     if not session.fits(cell, sequences=in_flight, tokens=input_tokens + output_tokens):
         return
     session.progress.now(cell)
+    device, steps = session.engine.model.device, session.engine.counters.num_steps
+    held = _held_bytes(device)
     result = closed_loop(
         session.engine,
         session.prompts,
@@ -76,6 +88,8 @@ def _load(
         input_tokens=input_tokens,
         output_tokens=output_tokens,
         requests=in_flight * rounds,
+        seconds=seconds,
+        is_filled=session.is_filled,
         now=session.progress.now if session.progress.is_moving else lambda _text: None,
     )
     first, token = result.first_token_ms, result.token_ms
@@ -85,7 +99,9 @@ def _load(
         input_tokens=input_tokens,
         output_tokens=output_tokens,
         in_flight=in_flight,
-        requests=len(token),
+        requests=result.num_requests,
+        steps=session.engine.counters.num_steps - steps,
+        memory_growth_bytes=_held_bytes(device) - held,
         seconds=round(result.seconds, 3),
         output_tokens_per_s=round(result.output_tokens_per_s, 2),
         token_ms=round(statistics.median(token), 4),
@@ -98,6 +114,11 @@ def _load(
         f"(p99 {percentile(first, 99):.1f}), per token {statistics.median(token):.2f} ms "
         f"(p99 {percentile(token, 99):.2f})"
     )
+
+
+def _held_bytes(device: torch.device) -> int:
+    """Return the bytes of tensors on the device: between cells nothing runs, so they should not grow."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def run_mixed(

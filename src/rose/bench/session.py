@@ -18,6 +18,7 @@ from rose.bench.profile import traced
 from rose.bench.progress import BenchProgress
 from rose.bench.record import Origin, append
 from rose.bench.sweep import (
+    CACHED_REPEATS,
     PromptSource,
     cached_decode_milliseconds,
     decode_milliseconds,
@@ -25,8 +26,10 @@ from rose.bench.sweep import (
     drain,
     prefill_many_seconds,
     prefill_seconds,
+    randomise_kv,
 )
 from rose.engine.engine import LLMEngine
+from rose.utils.errors import ConfigError
 
 PROFILED_STEPS = 8
 """Enough for a table; torch's profiler takes a second for each step of a thousand operators."""
@@ -50,9 +53,10 @@ class Session:
         path: Path | None = None,
         commit: str | None = None,
         profile: Path | None = None,
+        fill: bool = False,
         **choices: Any,
     ) -> None:
-        """`choices`: arguments of `setup`."""
+        """`choices`: arguments of `setup`; `fill`: prompts that are to be in the prefix cache are not computed."""
         self.progress = progress
         self.setup: BenchSetup = setup(**choices)
         begin = time.perf_counter()
@@ -65,7 +69,14 @@ class Session:
         self.origin = Origin.here(
             device=self.setup.device.name, config=self.setup.name, commit=commit
         )
-        self.path, self.profile = path, profile
+        self.path, self.profile, self.is_filled = path, profile, fill
+        if fill:
+            if not self.engine.table.is_caching:
+                raise ConfigError(
+                    "--fill was asked for without a prefix cache to fill; leave out one of --fill and --no-prefix-cache"
+                )
+            progress.now("filling the KV cache with random numbers")
+            randomise_kv(self.engine)
         self.lines: list[dict[str, Any]] = []
         self.left_out: list[tuple[str, str]] = []
         self.distinct_experts = cache(self._distinct_experts)
@@ -127,16 +138,23 @@ class Session:
             tokens_per_s=round(num_prompts * tokens / statistics.median(samples), 1),
         )
 
-    def decode(self, batch: int, context: int) -> None:
-        """Measure one batch size at one context."""
+    def decode(self, batch: int, context: int, repeats: int = CACHED_REPEATS) -> None:
+        """Measure one batch size at one context; `repeats`: differences taken with the prefix cache on."""
         cell = f"decode {batch} x {context}"
         tokens = decode_tokens(self.engine, batch, context)
         if not self.fits(cell, sequences=batch, tokens=tokens):
             return
         self.progress.now(cell)
         is_cached = self.engine.table.is_caching
-        time_cell = cached_decode_milliseconds if is_cached else decode_milliseconds
-        samples = time_cell(self.engine, self.prompts, batch, context)
+        timed = "96 steps after prefill"
+        if is_cached:
+            timed = "(t97 - t1) / 96, prompts cached" + ", KV made up" * self.is_filled
+            samples = cached_decode_milliseconds(
+                self.engine, self.prompts, batch, context,
+                repeats=repeats, is_filled=self.is_filled,
+            )  # fmt: skip
+        else:
+            samples = decode_milliseconds(self.engine, self.prompts, batch, context)
         if self.profile is not None:
             self.progress.now(f"{cell}: profile")
             trace: AbstractContextManager[None] = traced(self.profile, f"decode-{batch}x{context}")
@@ -149,7 +167,7 @@ class Session:
             samples,
             batch=batch,
             context=context,
-            timed="(t97 - t1) / 96, prompts cached" if is_cached else "96 steps after prefill",
+            timed=timed,
             distinct_experts=experts,
         )
 

@@ -5,6 +5,9 @@ are in the cache, and (t(97 tokens) - t(1 token)) / 96 is a step, where t is fro
 the last sequence; the definition of the engine that rose is compared with. Without the cache: the batch is prefilled
 for real, then 96 steps are timed from the moment every sequence has its first token. Each step gives one token to
 every sequence, sampled at temperature 1 so that the sequences differ.
+
+A sweep over long contexts would prefill for minutes to decode for seconds: `fill_cache` puts prompts into the cache
+without computing them, on pages of random numbers. Kernels take the same time over them.
 """
 
 from __future__ import annotations
@@ -13,10 +16,13 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 
+from rose.cache.keys import PageKeys
 from rose.engine.engine import LLMEngine
 from rose.protocol.event import ErrorEvent, FinishedEvent, TokensEvent
 from rose.protocol.request import Request
@@ -95,11 +101,47 @@ def decode_tokens(engine: LLMEngine, batch: int, context: int) -> int:
     return context + steps + DECODE_STEPS + 2 * SETTLING_STEPS
 
 
+def randomise_kv(engine: LLMEngine) -> None:
+    """Write random numbers into all KV pages, so that `fill_cache` has something to point at.
+
+    HAZARD: what sequences and the prefix cache hold is lost; nothing may run.
+    """
+    decoder: Any = engine.decoder
+    with torch.inference_mode():
+        for pages in decoder.runner.kv_pages:
+            for part in pages.split(512):
+                part.copy_(torch.randn(part.shape, dtype=torch.bfloat16, device=part.device))
+
+
+def fill_cache(engine: LLMEngine, requests: list[Request]) -> None:
+    """Put the prompts into the prefix cache as if they had been computed in chunks and had ended.
+
+    Raises  RuntimeError where the KV cache is too small for one of them
+    """
+    table, chunk = engine.table, engine.scheduler.config.step_tokens
+    for request in requests:
+        tokens = request.prompt_token_ids
+        keys, pages = PageKeys(request.cache_salt), table.open(num_tokens=len(tokens))
+        for end in (*range(chunk, len(tokens), chunk), len(tokens)):
+            if table.grow(pages, end) is None:
+                raise RuntimeError(f"the KV cache has no room for a prompt of {len(tokens)} tokens")
+            table.register(pages, keys, tokens, end)
+            table.free_behind(pages, end)
+        table.close(pages)
+
+
 def cached_decode_milliseconds(
-    engine: LLMEngine, prompts: PromptSource, batch: int, context: int
+    engine: LLMEngine,
+    prompts: PromptSource,
+    batch: int,
+    context: int,
+    *,
+    repeats: int = CACHED_REPEATS,
+    is_filled: bool = False,
 ) -> list[float]:
     """Return (t(97 tokens) - t(1 token)) / 96 some times over, with all prompts in the prefix cache.
 
+    Units   is_filled: by `fill_cache`; otherwise they are computed first
     Raises  RuntimeError where a prompt was not found in the cache, or a sequence was preempted
     """
     drain(engine)
@@ -107,9 +149,12 @@ def cached_decode_milliseconds(
     page_tokens = engine.table.layout.page_tokens
     cached = (context - 1) // page_tokens * page_tokens
     preemptions = engine.scheduler.num_preemptions
-    _generation_seconds(engine, requests, 1, least_cached=0)
+    if is_filled:
+        fill_cache(engine, requests)
+    else:
+        _generation_seconds(engine, requests, 1, least_cached=0)
     samples = []
-    for _ in range(CACHED_REPEATS):
+    for _ in range(repeats):
         short = _generation_seconds(engine, requests, 1, least_cached=cached)
         long = _generation_seconds(engine, requests, DECODE_STEPS + 1, least_cached=cached)
         samples.append((long - short) * 1e3 / DECODE_STEPS)

@@ -51,6 +51,11 @@ _setup_options = (
     click.option("--prefix-cache/--no-prefix-cache", default=True,
                  help="Time decode with its prompts in the prefix cache; or prefill them for real."),
 )  # fmt: skip
+_fill_option = click.option(
+    "--fill",
+    is_flag=True,
+    help="Put prompts into the prefix cache without computing them: their KV is random numbers.",
+)
 _profile_option = click.option(
     "--profile",
     type=FOLDER,
@@ -90,13 +95,17 @@ def prefill(tokens: list[int], prompts: int, repeats: int, **options: Any) -> No
 @bench.command(short_help="Time per step with the whole batch decoding.")
 @_list("--batches", "1,2,4,8,16,32,64,128", "Sequences that decode.")
 @_list("--context", "8192,32768", "Tokens of each prompt.")
+@_number("--repeats", 4, "Samples per cell, with the prefix cache.")
 @_engine
+@_fill_option
 @_profile_option
-def decode(batches: list[int], context: list[int], **options: Any) -> None:
+def decode(batches: list[int], context: list[int], repeats: int, **options: Any) -> None:
     """Time per step with the whole batch decoding at temperature 1."""
     from rose.bench.run import run_latency
 
-    run_latency(tokens=[], batches=batches, contexts=context, repeats=0, **options)
+    run_latency(
+        tokens=[], batches=batches, contexts=context, repeats=0, decode_repeats=repeats, **options
+    )
 
 
 @bench.command(short_help="Prefill and decode on one engine: the score table.")
@@ -120,12 +129,19 @@ def latency(
 @_number("--output-tokens", 1024, "Tokens that each request generates.", least=2)
 @_list("--in-flight", "1,2,4,8,16,32,64,128,256", "Requests that are always running or waiting.")
 @_number("--rounds", 3, "Whole requests to measure, per request in flight.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    help="End a cell after so long, and count what was seen of requests that run on.",
+)
 @_engine
+@_fill_option
 def load(
     input_tokens: list[int],
     output_tokens: int,
     in_flight: list[int],
     rounds: int,
+    seconds: float | None,
     **options: Any,
 ) -> None:
     """Closed loop: output tokens/s, time to first token, time per token."""
@@ -136,6 +152,7 @@ def load(
         output_tokens=output_tokens,
         in_flight=in_flight,
         rounds=rounds,
+        seconds=seconds,
         **options,
     )
 
