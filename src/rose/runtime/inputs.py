@@ -204,7 +204,7 @@ class DeviceTables:
         self._ring.send(sent.num_elements, device_array)
         parts = sent.split(device_array)
         lengths_S = parts["lengths"]
-        self.pages_KRP.view(-1).index_copy_(0, parts["indices"], parts["values"])
+        self.pages_KRP.view(-1).index_copy_(0, parts["changed"], parts["pages"])
         self.lengths_R.index_copy_(0, parts["slots"], lengths_S)
         if sent.num_new:
             self.sampling.write(parts["new_slots"], parts["packed"].view(_PACKED, sent.num_new))
@@ -253,22 +253,19 @@ class DeviceTables:
         """
         self.last_tokens_R.index_copy_(0, slots_S, tokens_S)
 
-    def _write_updates(
-        self, entries: list[PlanEntry], indices: np.ndarray, values: np.ndarray
-    ) -> int:
-        """Write (flat cell of pages_KRP, page) of all new pages; return how many."""
-        count = 0
+    def _page_updates(self, entries: list[PlanEntry]) -> tuple[list[int], list[int]]:
+        """Return flat cells of pages_KRP, and the pages to write there, of all new pages."""
+        cells: list[int] = []
+        pages: list[int] = []
         for entry in entries:
             if not entry.new_pages:
                 continue
             row = entry.slot * self._num_columns
             for kind, updates in entry.new_pages.items():
                 base = self._kind_strides[self._kind_index[kind]] + row
-                for column, page in updates:
-                    indices[count] = base + column
-                    values[count] = page
-                    count += 1
-        return count
+                cells += [base + column for column, _ in updates]
+                pages += [page for _, page in updates]
+        return cells, pages
 
 
 class _MixedStep:
@@ -293,9 +290,9 @@ class _MixedStep:
         packed = self._section("packed", _PACKED * len(new))
         if new:
             packed[:] = np.array([p for _, p in new], dtype=np.int64).T.reshape(-1)
-        num_updates = sum(len(u) for e in entries for u in e.new_pages.values())
-        indices = self._section("indices", num_updates)
-        tables._write_updates(entries, indices, self._int32_section("values", num_updates))
+        changed, pages = tables._page_updates(entries)
+        self._section("changed", len(changed))[:] = changed
+        self._int32_section("pages", len(pages))[:] = pages
 
     def split(self, device_array: Tensor) -> dict[str, Tensor]:
         """Return the sections of what was sent, as views."""
