@@ -121,7 +121,8 @@ def kernels(
         for _ in range(count):
             prefill(engine, prompts, tokens, marks)
         torch.cuda.synchronize()
-    found = [e for e in profiler.events() if e.device_type.name == "CUDA"]
+    events: Any = profiler.events()
+    found = [e for e in events if e.device_type.name == "CUDA"]
     found.sort(key=lambda e: e.time_range.start)
     last = found[len(found) * (count - 1) // count :]
     times: dict[str, float] = defaultdict(float)
@@ -169,7 +170,7 @@ def clock(watch: subprocess.Popen[str] | None) -> dict[str, float]:
 
 def main() -> None:
     """Build once, measure each length, print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Where the time of a prefill goes.")
     parser.add_argument("--size", default="20b", choices=("20b", "120b", "tiny"))
     parser.add_argument("--tokens", default="8192", help="lengths, each of one step")
     parser.add_argument("--repeats", type=int, default=12)
