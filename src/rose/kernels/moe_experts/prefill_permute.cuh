@@ -30,7 +30,8 @@ __global__ void combine_rows(const __nv_bfloat16* y, const int* row_of_pair, con
     const int row = k < chosen ? __ldg(row_of_pair + token * chosen + k) : -1;
     weight[k] = k < chosen ? __bfloat162float(weights[token * chosen + k]) : 0.f;
     raw[k] = make_uint4(0, 0, 0, 0);
-    if (row >= 0) raw[k] = __ldg(reinterpret_cast<const uint4*>(y + int64_t(row) * columns + column));
+    // Read for the last time: the L2 cache is to keep the sums, which the next norm reads from their end.
+    if (row >= 0) raw[k] = __ldcs(reinterpret_cast<const uint4*>(y + int64_t(row) * columns + column));
   }
   float total[8] = {};
 #pragma unroll

@@ -137,19 +137,20 @@ __global__ void __cluster_dims__(kSortBlocks, 1, 1) __launch_bounds__(kSortWarps
   cluster_sync();  // until here another block may read this one's counts
 }
 
-// One block per token, 8 lanes per group of 128 columns, 16 columns a lane: quantised once, written to each row.
+// One block per token, 8 lanes per group of 128 columns, 16 columns a lane: quantised once, written to each row. The last
+// tokens first: the router has read them last, so that they are what the L2 cache holds of x.
 // kTurned: in the order that prefill_swapped.cuh reads, a transpose of 8 x 4 words of a group (4 x 4 of half a group).
 template <int kChosenMax, bool kTurned = false>
 __global__ void quantize_wide(const __nv_bfloat16* x, const int* row_of_pair, uint8_t* values, float* scales,
                               int columns, int chosen, int scales_stride) {
-  const int64_t token = blockIdx.x;
+  const int64_t token = gridDim.x - 1 - blockIdx.x;
   const int part = threadIdx.x % 8, group = threadIdx.x / 8;
   const int column = threadIdx.x * 16;
   uint4 raw[2] = {};
   if (column < columns) {
     const uint4* from = reinterpret_cast<const uint4*>(x + token * columns + column);
-    raw[0] = __ldg(from);
-    raw[1] = __ldg(from + 1);
+    raw[0] = __ldcs(from);
+    raw[1] = __ldcs(from + 1);
   }
   int rows[kChosenMax];
 #pragma unroll
