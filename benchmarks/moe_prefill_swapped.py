@@ -66,7 +66,7 @@ WITHOUT = {
 }  # fmt: skip
 """The kernel taken apart: wrong results, but their time says what a part costs."""
 BOUND = {"bound_mxfp4": "r256", "bound_fp8": "r128"}
-"""What is timed beside: the 120b's way, and the 20b's with its FP8 copy."""
+"""What is timed beside: the 120b's way before operands were swapped, and the 20b's with its FP8 copy."""
 
 
 def walk(rung: Rung, variant: str) -> Iterator[tuple[str, Callable[[], list[str | None]]]]:

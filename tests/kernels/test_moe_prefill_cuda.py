@@ -42,7 +42,7 @@ def test_python_passes_what_the_launchers_take() -> None:
 @pytest.mark.parametrize(("experts", "weight", "wanted"), [
     (32, "fp8_block", "cuda_fused"),
     (32, "mxfp4", "cuda_fused_copy"),
-    (128, "mxfp4", "cuda_fused_mxfp4"),
+    (128, "mxfp4", "cuda_swapped"),
 ])  # fmt: skip
 @needs_nvcc
 def test_hopper_binds_them_for_prefill(experts: int, weight: str, wanted: str) -> None:

@@ -215,6 +215,11 @@ inline T __ldg(const T* pointer) {
   return *pointer;
 }
 
+template <typename T>
+inline T __ldcs(const T* pointer) {
+  return *pointer;
+}
+
 template <typename A, typename B>
 inline auto min(A a, B b) {
   return a < b ? a : b;

@@ -1,7 +1,8 @@
 """Experts for many tokens on Hopper: persistent, warp-specialised FP8 products in CUDA C++.
 
 Three implementations share the kernels: fp8_block weights as they are; mxfp4 with an fp8 copy made at load
-(where both fit); mxfp4 expanded on its way to the tensor core (120b, which cannot hold both).
+(where both fit); mxfp4 expanded on its way to the tensor core, for `kernels.only` alone (where they do not fit,
+cuda_swapped_impl.py is bound).
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def _expanded(matrix: FormattedTensor) -> FormattedTensor:
     return FormattedTensor(format=FP8_BLOCK, values=values, scales=multipliers(exponents))
 
 
-def _limits(sizes: Sizes) -> str | None:
+def size_limits(sizes: Sizes) -> str | None:
+    """Say why these sizes cannot be taken, or None."""
     for name in ("D", "I"):
         if sizes[name] % 64:
             return f"{name} = {sizes[name]}; takes multiples of 64"
@@ -82,7 +84,11 @@ def _limits(sizes: Sizes) -> str | None:
         return f"{sizes['E']} experts; the sort takes up to {MAX_EXPERTS}"
     if sizes["K"] > MAX_CHOSEN:
         return f"{sizes['K']} experts per token; takes up to {MAX_CHOSEN}"
-    return LIBRARY.library.refusal()
+    return None
+
+
+def _limits(sizes: Sizes) -> str | None:
+    return size_limits(sizes) or LIBRARY.library.refusal()
 
 
 def _copy_limits(sizes: Sizes) -> str | None:
@@ -126,7 +132,7 @@ register(
 register(
     Implementation(
         name="cuda_fused_mxfp4",
-        band=Band.TUNED,
+        band=Band.PORTABLE,
         formats={"activation": frozenset({"bf16"}), "weight": frozenset({"mxfp4"})},
         limits=_limits,
         prepare=tiled,

@@ -1,13 +1,13 @@
 """Experts for many tokens with swapped operands (prefill_swapped_sm90.cu), stages on torch tensors. Reads MXFP4.
 
-Weights are operand A, expanded into registers; not bound, chosen by the name of a variant
-(benchmarks/moe_prefill_swapped.py).
+Weights are operand A, expanded into registers.
 Activations pass between the stages in the order of columns that the products read; it is nobody else's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,20 +26,14 @@ ROWS = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwappedShapes:
-    """How tokens become tiles, and how many stages are in flight."""
+    """How many stages are in flight."""
 
-    even: bool = True
-    """Share out an expert's tokens evenly over its tiles; else all but the last have 128."""
-    stages: int = 5
-    """5, or 3 (even only)."""
+    stages: int
+    """3 or 5."""
 
 
-VARIANTS = {
-    "swapped": SwappedShapes(),
-    "swapped_uneven": SwappedShapes(even=False),
-    "swapped_3": SwappedShapes(stages=3),
-}
-DEFAULT = VARIANTS["swapped"]
+VARIANTS = {"swapped": SwappedShapes(stages=5), "swapped_3": SwappedShapes(stages=3)}
+DEFAULT = VARIANTS["swapped_3"]
 
 
 class SwappedLibrary:
@@ -51,8 +45,13 @@ class SwappedLibrary:
         self.fused = FusedLibrary(defines=defines)
         launcher = self.library.launcher
         self._quantize = launcher("launch_quantize_turned", "ppppiiiip")
-        self._gate_up = launcher("launch_swapped_gate_up", "ppiippppipppiiiippiffiip")
-        self._down = launcher("launch_swapped_down", "ppiippppipppiiiipiip")
+        self._gate_up = launcher("launch_swapped_gate_up", "ppiippppipppiiiippiffip")
+        self._down = launcher("launch_swapped_down", "ppiippppipppiiiipip")
+
+    def build(self) -> None:
+        """Compile both sources unless they are compiled."""
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(CudaLibrary.build, (self.library, self.fused.library)))
 
     def quantize_rows(self, x_TD: Tensor, table: RowTable) -> tuple[Tensor, Tensor]:
         """As FusedLibrary's, columns in the order that the products read."""
@@ -81,7 +80,7 @@ class SwappedLibrary:
         self._gate_up(
             *operands(x_RD, x_scales, table, matrix, bias_EF),
             out_RI.data_ptr(), out_scales.data_ptr(), out_scales.stride(0), alpha, limit,
-            int(shapes.even), shapes.stages, _stream(),
+            shapes.stages, _stream(),
         )  # fmt: skip
         return out_RI, out_scales
 
@@ -93,7 +92,7 @@ class SwappedLibrary:
         y_RD = a_RI.new_empty(a_RI.shape[0], matrix.shape[1], dtype=torch.bfloat16)
         self._down(
             *operands(a_RI, a_scales, table, matrix, bias_ED),
-            y_RD.data_ptr(), int(shapes.even), shapes.stages, _stream(),
+            y_RD.data_ptr(), shapes.stages, _stream(),
         )  # fmt: skip
         return y_RD
 

@@ -51,10 +51,9 @@ struct Problem {
   __nv_bfloat16* y;
 };
 
-// kEven: an expert's tokens are shared out evenly over its tiles.
-template <bool kGateUpP, bool kEvenP, int kStagesP>
+template <bool kGateUpP, int kStagesP>
 struct Plan {
-  static constexpr bool kGateUp = kGateUpP, kEven = kEvenP;
+  static constexpr bool kGateUp = kGateUpP;
   static constexpr int kStages = kStagesP, kThreads = 384;
   static constexpr int kXBytes = kTokens * kBlockK;
   static constexpr int kCodesAt = kXBytes, kOffsetsAt = kCodesAt + kCodeBytes, kScalesAt = kOffsetsAt + kOffsetBytes;
@@ -75,7 +74,8 @@ struct Shared {
   uint32_t base, full, empty, staged_full, staged_empty, places;
 };
 
-// Order as in prefill_fused.cuh: expert by expert; a band of tiles inside one run of rows, then the next run.
+// Order as in prefill_fused.cuh: expert by expert; a band of tiles inside one run of rows, then the next run. An expert's
+// tokens are shared out evenly over its tiles: a short tile would pay for a whole expansion.
 template <typename P>
 __device__ __forceinline__ Place locate(const Rows& rows, int item, int runs) {
   Place found;
@@ -89,7 +89,7 @@ __device__ __forceinline__ Place locate(const Rows& rows, int item, int runs) {
   local -= band * kBandTiles * runs;
   const int run = local / band_tiles;
   const int tile = band * kBandTiles + local - run * band_tiles;
-  const int each = P::kEven ? ((end - begin + tiles - 1) / tiles + 7) & ~7 : kTokens;
+  const int each = ((end - begin + tiles - 1) / tiles + 7) & ~7;
   found.row = begin + tile * each;
   found.rows = min(end - found.row, each);
   found.column = run * kItemRows;

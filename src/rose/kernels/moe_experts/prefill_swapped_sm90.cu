@@ -32,41 +32,39 @@ swapped::Problem problem(const float* row_scales, const void* bias, int bias_is_
 
 template <bool kGateUp>
 cudaError_t launch_product(const swapped::Problem& p, const void* x, const float* x_scales, int x_scales_stride,
-                           const void* codes, const void* offsets, int rows, int max_tiles, int even, int stages,
-                           cudaStream_t stream) {
+                           const void* codes, const void* offsets, int rows, int max_tiles, int stages, cudaStream_t stream) {
   const auto with = [&](auto plan) {
     return swapped::launch<decltype(plan)>(p, x, x_scales, x_scales_stride, codes, offsets, rows, max_tiles, stream);
   };
   using swapped::Plan;
-  if (stages == 5) return even ? with(Plan<kGateUp, true, 5>{}) : with(Plan<kGateUp, false, 5>{});
-  if (stages == 3 && even) return with(Plan<kGateUp, true, 3>{});
+  if (stages == 5) return with(Plan<kGateUp, 5>{});
+  if (stages == 3) return with(Plan<kGateUp, 3>{});
   return cudaErrorInvalidValue;
 }
 
 }  // namespace
 
-// even: tokens of an expert are shared out evenly over its tiles; stages: 5, or 3 (even only).
+// stages: 3 or 5.
 extern "C" int launch_swapped_gate_up(const void* x, const float* x_scales, int x_scales_stride, int rows,
                                       const void* codes, const void* offsets, const float* row_scales, const void* bias,
                                       int bias_is_bf16, const int* starts, const int* tiles, const int* expert_of_tile,
                                       int max_tiles, int experts, int n, int k, uint8_t* hidden, float* hidden_scales,
-                                      int hidden_scales_stride, float alpha, float limit, int even, int stages,
-                                      cudaStream_t stream) {
+                                      int hidden_scales_stride, float alpha, float limit, int stages, cudaStream_t stream) {
   swapped::Problem p = problem(row_scales, bias, bias_is_bf16, starts, tiles, expert_of_tile, experts, n, k);
   p.hidden = hidden;
   p.hidden_scales = hidden_scales;
   p.scales_stride = hidden_scales_stride;
   p.alpha = alpha;
   p.limit = limit;
-  return launch_product<true>(p, x, x_scales, x_scales_stride, codes, offsets, rows, max_tiles, even, stages, stream);
+  return launch_product<true>(p, x, x_scales, x_scales_stride, codes, offsets, rows, max_tiles, stages, stream);
 }
 
 extern "C" int launch_swapped_down(const void* x, const float* x_scales, int x_scales_stride, int rows,
                                    const void* codes, const void* offsets, const float* row_scales, const void* bias,
                                    int bias_is_bf16, const int* starts, const int* tiles, const int* expert_of_tile,
-                                   int max_tiles, int experts, int n, int k, __nv_bfloat16* y, int even, int stages,
+                                   int max_tiles, int experts, int n, int k, __nv_bfloat16* y, int stages,
                                    cudaStream_t stream) {
   swapped::Problem p = problem(row_scales, bias, bias_is_bf16, starts, tiles, expert_of_tile, experts, n, k);
   p.y = y;
-  return launch_product<false>(p, x, x_scales, x_scales_stride, codes, offsets, rows, max_tiles, even, stages, stream);
+  return launch_product<false>(p, x, x_scales, x_scales_stride, codes, offsets, rows, max_tiles, stages, stream);
 }
