@@ -7,12 +7,13 @@ higher clock than its power limit allows later, and so does a run under a profil
 per length, milliseconds, medians:
 
     host     from `add` to the launch of the step, on the host
-    inputs   from there to the first kernel of the model, on the device
+    prepare  from there to the first operator of the model, on the host
+    inputs   the same on the device, to the first kernel of the model
     model    all layers, the head and the token, on the device; of it `busy` in kernels (profiled, last prompt)
     tail     from the end on the device to the token in Python
     launch   how long the host took to enqueue the step; hidden behind the device unless it is longer than `model`
 
-Where nvidia-smi is found, clock and power during the samples stand beside them. A CPU gives host and tail alone.
+Where nvidia-smi is found, clock and power during the samples stand beside them. A CPU gives what the host does alone.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Marks:
 
     def __init__(self, engine: LLMEngine) -> None:
         self.is_cuda = torch.cuda.is_available() and engine.model.device.type == "cuda"
-        self.launch_s = self.launched_s = 0.0
+        self.launch_s = self.forward_s = self.launched_s = 0.0
         self.events = (
             [torch.cuda.Event(enable_timing=True) for _ in range(3)] if self.is_cuda else []
         )
@@ -75,6 +76,7 @@ class Marks:
             return handle
 
         def marked_forward(*args: Any) -> Any:
+            self.forward_s = time.perf_counter()
             self._record(1)
             return forward(*args)
 
@@ -100,6 +102,7 @@ def prefill(
     parts = {
         "whole": end - begin,
         "host": marks.launch_s - begin,
+        "prepare": marks.forward_s - marks.launch_s,
         "launch": marks.launched_s - marks.launch_s,
     }
     parts = {name: 1e3 * seconds for name, seconds in parts.items()}
