@@ -1,11 +1,12 @@
 """Check, then time, variants of the CUDA prefill attention on this GPU; JSON lines out.
 
-usage: python benchmarks/attention_variants.py [--variants 6,8,40] [--tokens 8192,32768] [--last 128000]
-                                               [--also triton] [--json FILE] [--seed N]
+usage: python benchmarks/attention_variants.py [--variants 6,8,40] [--tokens 8192,32768] [--rounds 3] [--last 128000]
+                                               [--seconds N] [--also triton] [--json FILE] [--seed N]
 Every variant is compiled for itself, all at once. Checks run a build that traps after two seconds where it would
 hang; a variant that hangs or faults ends its process, and the parent goes on without it. Those that are right are
-timed in two rounds, then profiled (clocks per tile of keys by phase); the fastest also runs `--last` tokens and a
-chunk. Needs torch and nvcc only.
+timed in turn, shape by shape, in rounds, with the clock of the multiprocessors as they run, then profiled (clocks per
+tile of keys by phase); the fastest also runs `--last` tokens. After `--seconds` nothing new is begun and what is
+missing is said. Needs torch and nvcc only.
 """
 
 import argparse
@@ -162,51 +163,101 @@ def check(checks, variant):
     return [p for p in (c.problem(launch, variant) for c in fitting) if p is not None]
 
 
-def time_us(function):
-    """Median of graph replays; as many calls in a graph as make about 10 ms."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    function()
-    begin.record()
-    function()
-    end.record()
-    torch.cuda.synchronize()
-    calls = int(min(32, max(1, 10 / begin.elapsed_time(end))))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            function()
-    graph.replay()
-    samples = []
-    for _ in range(3 if begin.elapsed_time(end) > 100 else 9):
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        samples.append(begin.elapsed_time(end) * 1e3 / calls)
-    return statistics.median(samples)
+class Timed:
+    """A call in a graph, as often as makes about 10 ms."""
+
+    def __init__(self, function):
+        self.begin = torch.cuda.Event(enable_timing=True)
+        self.end = torch.cuda.Event(enable_timing=True)
+        function()
+        self.begin.record()
+        function()
+        self.end.record()
+        torch.cuda.synchronize()
+        taken = self.begin.elapsed_time(self.end)
+        self.calls = int(min(32, max(1, 10 / taken)))
+        self.samples = 3 if taken > 10 else 9
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            for _ in range(self.calls):
+                function()
+
+    def us(self, gpu=None):
+        """Median of replays, and what the GPU said of itself during the last."""
+        self.graph.replay()
+        samples, state = [], {}
+        for i in range(self.samples):
+            self.begin.record()
+            self.graph.replay()
+            self.end.record()
+            if gpu is not None and i == self.samples - 1:
+                state = gpu.state()
+            self.end.synchronize()
+            samples.append(self.begin.elapsed_time(self.end) * 1e3 / self.calls)
+        return statistics.median(samples), state
+
+
+class Gpu:
+    """The first GPU's own gauges, by NVML; a missing library is said once."""
+
+    def __init__(self):
+        self.library, self.handle = None, ctypes.c_void_p()
+        try:
+            library = ctypes.CDLL("libnvidia-ml.so.1")
+        except OSError as problem:
+            report({"nvml": str(problem)})
+            return
+        failed = library.nvmlInit_v2()
+        failed = failed or library.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(self.handle))
+        if failed:
+            report({"nvml": f"error {failed}"})
+        else:
+            self.library = library
+
+    def state(self):
+        if self.library is None:
+            return {}
+        mhz, milliwatts = ctypes.c_uint(), ctypes.c_uint()
+        failed = self.library.nvmlDeviceGetClockInfo(self.handle, 1, ctypes.byref(mhz))
+        failed |= self.library.nvmlDeviceGetPowerUsage(self.handle, ctypes.byref(milliwatts))
+        return {} if failed else {"sm_mhz": mhz.value, "watts": milliwatts.value // 1000}
 
 
 def report(line):
     print(json.dumps({"bench": "attention_variants", **line}), flush=True)
 
 
-CHUNK = ("chunk_8192_of_65536", [(8192, 65536)], None)
+CHUNK = ("chunk_16384_of_65536", [(16384, 65536)])
 
 
 def shapes(tokens, windows):
-    prompts = [(str(t), [(t, t)]) for t in tokens] + [("8x1024", [(1024, 1024)] * 8)]
+    prompts = [(str(t), [(t, t)]) for t in tokens] + [("8x1024", [(1024, 1024)] * 8), CHUNK]
     return [(name, chunks, window) for window in windows for name, chunks in prompts]
 
 
-def time_shape(label, run, shape):
-    """Report and return the median of `run(arguments)`."""
+def time_shape(labels, runs, shape, rounds, gpu=None):
+    """Report each run's time in every round, then the median of its rounds; return these.
+
+    All runs take the same inputs, one after the other in each round, so that clocks which wander meet all of them.
+    """
     name, chunks, window = shape
     case, a = draw(chunks, window, 64, 5)
-    us = time_us(lambda: run(a))
-    line = {**label, "shape": name, "window": window, "median_us": round(us, 1)}
-    report({**line, "tflops": round(cases.flops(case) / us / 1e6, 1)})
+    timed = {key: Timed(partial(run, a)) for key, run in runs.items()}
+    taken = {key: [] for key in runs}
+    for turn in range(1, rounds + 1):
+        for key, one in timed.items():
+            us, state = one.us(gpu)
+            taken[key].append(us)
+            line = {**labels[key], "shape": name, "window": window, "round": turn, **state}
+            report({**line, "us": round(us, 1), "tflops": round(cases.flops(case) / us / 1e6, 1)})
+    medians = {key: statistics.median(samples) for key, samples in taken.items()}
+    for key, us in medians.items():
+        line = {**labels[key], "shape": name, "window": window, "rounds": rounds}
+        line |= {"median_us": round(us, 1), "tflops": round(cases.flops(case) / us / 1e6, 1)}
+        report({**line, "spread": round(max(taken[key]) / min(taken[key]) - 1, 3)})
+    del timed
     torch.cuda.empty_cache()
-    return us
+    return medians
 
 
 def profile(label, variant, tokens):
@@ -234,6 +285,36 @@ def pipe_rates():
         torch.cuda.synchronize()
     clocks = [round(n / (4 * 8 * 512), 2) for n in out.tolist()]
     report({"clocks_per_instruction": dict(zip(PIPES, clocks, strict=False))})
+
+
+PRODUCTS = {
+    "64x128, both in shared memory": (0, 64 * 128),
+    "64x64, both in shared memory": (1, 64 * 64),
+    "64x64, one in registers": (2, 64 * 64),
+    "64x64, one in registers, the other transposed": (3, 64 * 64),
+    "64x128, one in registers": (4, 64 * 128),
+}
+
+
+def product_rates():
+    """Report clocks per product of depth 16, and per exponential of a warp, alone and beside one another."""
+    rates = CudaLibrary(Path(__file__).with_name("product_rates.cu"))
+    launch = rates.launcher("launch_product_rates", "iiippip")
+    out = torch.zeros(2, dtype=torch.int32, device="cuda")
+    blocks = cuda_impl.num_multiprocessors(0)
+    for name, (work, _) in PRODUCTS.items():
+        found = {}
+        for products, exponentials in ((1, 0), (2, 0), (3, 0), (1, 1), (1, 2), (2, 1)):
+            for _ in range(2):
+                out.zero_()
+                launch(work, products, exponentials, out.data_ptr(), out.data_ptr(), blocks, 0)
+                torch.cuda.synchronize()
+            clocks = [
+                round(n / d, 1)
+                for n, d in zip(out.tolist(), (128 * 8 * products, 128 * 64), strict=True)
+            ]
+            found[f"{products}+{exponentials}"] = clocks
+        report({"product": name, "clocks_per_product_and_exponential": found})
 
 
 def host_us(a, function):
@@ -265,6 +346,13 @@ def host_costs():
 
 def child(arguments):
     """Check `--variants`, then time those and the ones `--right` already."""
+
+    def is_late(what):
+        late = arguments.seconds and time.time() > arguments.until
+        if late:
+            report({"left_out": what})
+        return late
+
     right = list(arguments.right)
     checks = [Check(*c, arguments.seed) for c in CHECKS] if arguments.variants else []
     for variant in arguments.variants:
@@ -274,34 +362,44 @@ def child(arguments):
         report({**label, "status": "wrong" if problems else "right", "problems": problems[:6]})
         right += [] if problems else [variant]
     del checks
+    gpu = Gpu()
+    labels = {v: {"variant": v, "what": cuda_impl.VARIANTS[v]} for v in right}
     runs = {v: partial(call, launcher(library(v)), v) for v in right}
     full = [v for v in right if v not in WINDOWED]
-    taken = {}
-    for turn in (1, 2):
-        for v in right:
-            label = {"variant": v, "what": cuda_impl.VARIANTS[v], "round": turn}
-            for shape in shapes(arguments.tokens, [128 if v in WINDOWED else None]):
-                us = time_shape(label, runs[v], shape)
-                taken[v] = us if shape[0] == str(max(arguments.tokens)) else taken.get(v, us)
-    pipe_rates()
-    host_costs()
-    if full:
-        best = min(full, key=taken.get)
-        label = {"variant": best, "what": cuda_impl.VARIANTS[best], "best": True}
-        time_shape(label, runs[best], CHUNK)
-        if arguments.last:
-            time_shape(label, runs[best], (str(arguments.last), [(arguments.last,) * 2], None))
+    longest = {}
+    for window, kind in ((None, full), (128, [v for v in right if v in WINDOWED])):
+        for shape in shapes(arguments.tokens, [window]) if kind else []:
+            if is_late(f"{shape[0]}, window {window}"):
+                continue
+            chosen = {v: runs[v] for v in kind}
+            medians = time_shape(labels, chosen, shape, arguments.rounds, gpu)
+            if shape[0] == str(max(arguments.tokens)) and window is None:
+                longest = medians
     for v in full:
-        profile({"variant": v, "what": cuda_impl.VARIANTS[v]}, v, 32768)
+        if not is_late(f"profile of {v}"):
+            profile(labels[v], v, 32768)
+    if not is_late("rates"):
+        pipe_rates()
+        product_rates()
+    if not is_late("host costs"):
+        host_costs()
+    if longest and arguments.last and not is_late("the last"):
+        best = min(longest, key=longest.get)
+        last = (str(arguments.last), [(arguments.last,) * 2], None)
+        time_shape(labels, {best: runs[best]}, last, 1, gpu)
     for name in arguments.also:
         (other,) = (i for i in registry.implementations("attention_prefill") if i.name == name)
         for shape in shapes(arguments.tokens, (None, 128)):
-            time_shape({"implementation": name}, lambda a, o=other: o.function(**a), shape)
+            label = {name: {"implementation": name}}
+            time_shape(label, {name: lambda a, o=other: o.function(**a)}, shape, arguments.rounds)
 
 
 def parent(arguments, file):
     begin = time.perf_counter()
     wanted = [*needed_libraries(arguments.variants), cuda_impl.variant_library(cuda_impl.BOUND)]
+    wanted += [
+        CudaLibrary(Path(__file__).with_name(f"{name}_rates.cu")) for name in ("pipe", "product")
+    ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # of compilers, which are processes
         logs = [built.log for built in pool.map(CudaLibrary.build, wanted)]
     warnings = [t for log in logs for t in log.splitlines() if "Potential" in t or "C7508" in t]
@@ -312,6 +410,8 @@ def parent(arguments, file):
         command += ["--variants", ",".join(map(str, left)), "--also", ",".join(arguments.also)]
         command += ["--right", ",".join(map(str, right)), "--last", str(arguments.last)]
         command += ["--tokens", ",".join(map(str, arguments.tokens))]
+        command += ["--rounds", str(arguments.rounds), "--seconds", str(arguments.seconds)]
+        command += ["--until", str(arguments.until)]
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -350,6 +450,9 @@ def main():
     wanted = [6, 4, 8, *(v for v in cuda_impl.VARIANTS if v >= 12)]
     parser.add_argument("--variants", type=numbers, default=wanted)
     parser.add_argument("--right", type=numbers, default=[])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=0, help="0: as long as it takes")
+    parser.add_argument("--until", type=float, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--last", type=int, default=128000, help="0: none")
     parser.add_argument("--tokens", type=numbers, default=[8192, 32768])
     parser.add_argument("--also", type=lambda t: [n for n in t.split(",") if n], default=[])
@@ -357,6 +460,7 @@ def main():
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", action="store_true")
     arguments = parser.parse_args()
+    arguments.until = arguments.until or time.time() + arguments.seconds
     if arguments.child:
         child(arguments)
     elif arguments.json:

@@ -23,7 +23,7 @@ inline cudaError_t encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type,
   ModelMap made{};
   made.base = static_cast<const uint8_t*>(base);
   made.rank = rank;
-  made.element = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : 1;
+  made.element = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 ? 2 : 1;
   made.is_swizzled = swizzle == CU_TENSOR_MAP_SWIZZLE_128B;
   if (reinterpret_cast<uintptr_t>(base) % 16) return cudaErrorInvalidValue;
   for (int d = 0; d < 3; ++d) {

@@ -45,6 +45,12 @@ struct Warp {
   int arrived = 0, generation = 0;
   uint32_t values[32];
   uint32_t fragments[32][4];  // operand A of a product, by lane
+  uint32_t words[32][8];  // what lanes show one another in `share_words`
+};
+
+struct Accumulator {
+  std::vector<float> values;
+  int pending = 0;  // products that have yet to be added
 };
 
 struct Fiber {
@@ -52,7 +58,10 @@ struct Fiber {
   std::vector<uint8_t> stack;
   bool is_done = false;
   std::vector<uint32_t> unfenced;
+  std::vector<std::vector<std::function<void()>>> products{1};  // asynchronous ones, by group; the last is open
+  std::map<float*, Accumulator> accumulators;  // of products in flight, by where they belong
   const char* waits_for = "";
+  int polls = 0;  // in vain, of the barrier it asks for
 };
 
 struct Block {
@@ -119,6 +128,16 @@ inline void warp_barrier() {
     ++block->progress;
   }
   while (warp.generation == generation) yield("its warp");
+}
+
+// Show `count` words to the other lanes of this warp until `read` has returned.
+template <class Read>
+inline void share_words(const uint32_t* words, int count, Read read) {
+  Warp& warp = block->warps[block->current / 32];
+  std::copy(words, words + count, warp.words[block->current % 32]);
+  warp_barrier();
+  read(warp.words);
+  warp_barrier();
 }
 
 // Run one block of `threads` threads; returns what went wrong.
@@ -191,6 +210,7 @@ struct Dim {
 inline Dim thread_index() { return {unsigned(block->current)}; }
 inline Dim block_index() { return {unsigned(block->index)}; }
 inline Dim grid_size() { return {unsigned(block->grid)}; }
+inline Dim block_size() { return {unsigned(block->fibers.size())}; }
 
 }  // namespace model
 
@@ -201,6 +221,7 @@ extern "C" inline __attribute__((used, visibility("default"))) const char* model
 #define threadIdx (model::thread_index())
 #define blockIdx (model::block_index())
 #define gridDim (model::grid_size())
+#define blockDim (model::block_size())
 #undef __shared__
 #define __shared__
 #undef __launch_bounds__
@@ -230,6 +251,7 @@ inline auto max(A a, B b) {
   return a < b ? b : a;
 }
 
+inline void __trap() { model::fail("trap"); }
 inline void __syncwarp() { model::warp_barrier(); }
 inline void __nanosleep(unsigned) { model::yield("sleep"); }
 
@@ -256,6 +278,23 @@ inline T __shfl_sync(uint32_t, T value, int source) {
   return found;
 }
 
+inline bool __any_sync(uint32_t, bool value) {
+  const uint32_t word = value;
+  bool found = false;
+  model::share_words(&word, 1, [&](const uint32_t(&words)[32][8]) {
+    for (const auto& lane : words) found |= lane[0] != 0;
+  });
+  return found;
+}
+
+inline bool __all_sync(uint32_t all, bool value) { return !__any_sync(all, !value); }
+
+template <typename T>
+inline T __shfl_up_sync(uint32_t all, T value, int step) {
+  const int lane = model::block->current % 32;
+  return __shfl_sync(all, value, lane < step ? lane : lane - step);
+}
+
 template <typename T>
 inline T __shfl_xor_sync(uint32_t all, T value, int mask) {
   return __shfl_sync(all, value, model::block->current % 32 ^ mask);
@@ -273,6 +312,8 @@ inline uint32_t __float_as_uint(float value) {
   return bits;
 }
 
+inline int __float_as_int(float value) { return int(__float_as_uint(value)); }
+inline int __vimax3_s32(int a, int b, int c) { return std::max(a, std::max(b, c)); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __expf(float x) { return std::exp(x); }
 

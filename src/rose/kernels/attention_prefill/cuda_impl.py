@@ -44,9 +44,20 @@ VARIANTS = {
     24: "3 warpgroups, 128 keys, turns passed early, late",
     25: "3 warpgroups, 128 keys, turns passed early, late, integer",
     26: "3 warpgroups, 128 keys, turns passed early, late, integer, 2 parts",
+    30: "streamed, 3 warpgroups, 64 keys",
+    31: "streamed, 3 warpgroups, 64 keys, queries held",
+    32: "streamed, 3 warpgroups, 64 keys, packed at once",
+    33: "streamed, 2 warpgroups, 128 keys",
+    34: "streamed, 3 warpgroups, 64 keys, packed at once, polynomial of 1/8",
+    35: "no maxima, 3 warpgroups, 128 keys, turns, polynomial of 1/8",
+    36: "no maxima, 3 warpgroups, 128 keys, turns",
+    37: "no maxima, 3 warpgroups, 128 keys, turns, 2 pieces",
     40: "window at once, 3 warpgroups",
 }
-"""What the numbers given to `launch_attention_prefill` mean: kVariants in kernel_sm90.cu, and window.cuh."""
+"""What the numbers given to `launch_attention_prefill` mean: kVariants in kernel_sm90.cu, streamed.cuh, window.cuh."""
+
+STREAMED = range(30, 40)
+"""Numbers of streamed.cuh; not all are taken."""
 
 FULL_VARIANT = 13
 WINDOW_VARIANT = 40

@@ -11,6 +11,7 @@
 #include "launch.cuh"
 #include "mbarrier.cuh"
 #include "profile.cuh"
+#include "ptx.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
 
@@ -283,32 +284,6 @@ __device__ void produce(const Parameters& p, const Shared<C>& shared, uint8_t* r
 
 // ---- consumers ------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ float exp2_mufu(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// 2^x for x <= 127 on the FMA pipe: nearest integer by the magic sum 1.5 * 2^23, whose low bits then are that
-// integer; a cubic for the rest in [-0.5, 0.5], fitted for least relative error (7.5e-5, a twenty-sixth of the
-// rounding of the result to bf16).
-__device__ __forceinline__ float exp2_polynomial(float x) {
-  // One block of assembly, so that the compiler does not spread it over the tile and run out of registers.
-  float y;
-  asm("{\n.reg .f32 x, shifted, rest, y;\n.reg .b32 a, b;\n"
-      "max.ftz.f32 x, %1, 0fC2FC0000;\n"              // -126
-      "add.rn.ftz.f32 shifted, x, 0f4B400000;\n"      // 1.5 * 2^23
-      "add.rn.ftz.f32 rest, shifted, 0fCB400000;\n"
-      "sub.rn.ftz.f32 rest, x, rest;\n"
-      "fma.rn.ftz.f32 y, rest, %2, %3;\n"
-      "fma.rn.ftz.f32 y, y, rest, %4;\n"
-      "fma.rn.ftz.f32 y, y, rest, %5;\n"
-      "mov.b32 a, y;\nmov.b32 b, shifted;\nshl.b32 b, b, 23;\nadd.s32 a, a, b;\nmov.b32 %0, a;\n}"
-      : "=f"(y)
-      : "f"(x), "f"(0.05517169f), "f"(0.24261117f), "f"(0.69326099f), "f"(0.99992807f));
-  return y;
-}
-
 // What the rows of a thread (g and g + 8 of its warp) have come to.
 struct Running {
   float maximum[2], sum[2];
@@ -365,6 +340,35 @@ __device__ __forceinline__ bool may_have_grown(const float (&s)[C::kScores], con
   return is_grown;
 }
 
+// Scores become probabilities relative to `maximum`; `sum` is that of this thread's columns.
+template <class C>
+__device__ __forceinline__ void exponentiate(float (&s)[C::kScores], const float (&maximum)[2], const Parameters& p,
+                                             float (&sum)[2]) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float offset = -maximum[h] * p.scale_log2;
+    float a = 0.0f, b = 0.0f;
+#pragma unroll
+    for (int j = 0; j < C::kPart / 8; ++j) {
+      float& low = s[4 * j + 2 * h];
+      float& high = s[4 * j + 2 * h + 1];
+      low = fmaf(low, p.scale_log2, offset);
+      high = fmaf(high, p.scale_log2, offset);
+      // Spread evenly over the tile, so that both pipes are busy all the time.
+      if ((j * C::kPolynomial) % 8 + C::kPolynomial >= 8 && C::kPolynomial > 0) {
+        low = exp2_polynomial(low);
+        high = exp2_polynomial(high);
+      } else {
+        low = exp2_mufu(low);
+        high = exp2_mufu(high);
+      }
+      a += low;
+      b += high;
+    }
+    sum[h] = a + b;
+  }
+}
+
 // Take one part of a tile of raw scores into the running softmax; scores become probabilities, relative to the
 // maximum. Sets r.factor and r.is_grown for the tile.
 template <class C, int kIndex>
@@ -416,29 +420,10 @@ __device__ __forceinline__ void take_scores(float (&parts)[C::kParts][C::kScores
       r.sum[h] *= r.factor[h];
     }
   }
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const float offset = -r.maximum[h] * p.scale_log2;
-    float a = 0.0f, b = 0.0f;
-#pragma unroll
-    for (int j = 0; j < C::kPart / 8; ++j) {
-      float& low = s[4 * j + 2 * h];
-      float& high = s[4 * j + 2 * h + 1];
-      low = fmaf(low, p.scale_log2, offset);
-      high = fmaf(high, p.scale_log2, offset);
-      // Spread evenly over the tile, so that both pipes are busy all the time.
-      if ((j * C::kPolynomial) % 8 + C::kPolynomial >= 8 && C::kPolynomial > 0) {
-        low = exp2_polynomial(low);
-        high = exp2_polynomial(high);
-      } else {
-        low = exp2_mufu(low);
-        high = exp2_mufu(high);
-      }
-      a += low;
-      b += high;
-    }
-    r.sum[h] += a + b;
-  }
+  float sum[2];
+  exponentiate<C>(s, r.maximum, p, sum);
+  r.sum[0] += sum[0];
+  r.sum[1] += sum[1];
 }
 
 // Mask what a row must not see. `last` is the row's position minus the column of this thread's first score.
@@ -473,39 +458,41 @@ struct Queries {
   uint64_t descriptor;
   uint32_t held[C::kHeld ? kHeadDim / 16 : 1][4];
 
+  // Elements 16k to 16k + 15 of this warp's rows.
+  __device__ static __forceinline__ void load(uint32_t (&a)[4], uint32_t address, int k) {
+    const int row = (threadIdx.x >> 5 & 3) * 16 + (threadIdx.x & 15), half = threadIdx.x >> 4 & 1;
+    load_matrices(a, address + row * kRowBytes + (((2 * k + half) ^ (row & 7)) << 4));
+  }
+
   __device__ __forceinline__ void take(uint32_t address) {
     if constexpr (!C::kHeld) {
       descriptor = descriptor_swizzle128(address);
     } else {
-      const int row = (threadIdx.x >> 5 & 3) * 16 + (threadIdx.x & 15), half = threadIdx.x >> 4 & 1;
 #pragma unroll
-      for (int k = 0; k < kHeadDim / 16; ++k) {
-        const uint32_t from = address + row * kRowBytes + (((2 * k + half) ^ (row & 7)) << 4);
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(held[k][0]), "=r"(held[k][1]), "=r"(held[k][2]), "=r"(held[k][3])
-                     : "r"(from)
-                     : "memory");
-      }
+      for (int k = 0; k < kHeadDim / 16; ++k) load(held[k], address, k);
     }
   }
 };
 
 template <class C>
+__device__ __forceinline__ void issue_part(float (&s)[C::kScores], const Queries<C>& query, uint32_t keys) {
+  const uint64_t key = descriptor_swizzle128(keys);
+#pragma unroll
+  for (int k = 0; k < kHeadDim / 16; ++k) {
+    if constexpr (C::kHeld) {
+      wgmma_bf16<C::kPart>(s, query.held[k], advance(key, 32 * k), k > 0);
+    } else {
+      wgmma_bf16<C::kPart>(s, advance(query.descriptor, 32 * k), advance(key, 32 * k), k > 0);
+    }
+  }
+  wgmma_commit();
+}
+
+template <class C>
 __device__ __forceinline__ void issue_scores(float (&s)[C::kParts][C::kScores], const Queries<C>& query,
                                              uint32_t keys) {
 #pragma unroll
-  for (int part = 0; part < C::kParts; ++part) {
-    const uint64_t key = descriptor_swizzle128(keys + part * C::kPart * kRowBytes);
-#pragma unroll
-    for (int k = 0; k < kHeadDim / 16; ++k) {
-      if constexpr (C::kHeld) {
-        wgmma_bf16<C::kPart>(s[part], query.held[k], advance(key, 32 * k), k > 0);
-      } else {
-        wgmma_bf16<C::kPart>(s[part], advance(query.descriptor, 32 * k), advance(key, 32 * k), k > 0);
-      }
-    }
-    wgmma_commit();
-  }
+  for (int part = 0; part < C::kParts; ++part) issue_part<C>(s[part], query, keys + part * C::kPart * kRowBytes);
 }
 
 // pass() is called kEarly steps before the end.
@@ -526,7 +513,7 @@ __device__ __forceinline__ void issue_output(float (&o)[32], const uint32_t (&pa
 // hold NaN, which a probability of zero does not remove. Several warpgroups may do it to one tile; all write zeros.
 __device__ __forceinline__ void clear_values(uint32_t values, int first_row, int end_row, int wg) {
   for (int i = first_row * (kRowBytes / 16) + (threadIdx.x & 127); i < end_row * (kRowBytes / 16); i += 128) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(values + 16 * i), "r"(0) : "memory");
+    store_zeros(values + 16 * i);
   }
   fence_proxy_async();
   named_sync(8 + wg, 128);
@@ -758,6 +745,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   profile.finish();
 }
 
+#include "streamed.cuh"
 #include "window.cuh"
 
 // Once per kernel and device: it may use as much shared memory as it ever needs.
@@ -784,6 +772,16 @@ cudaError_t launch(const Maps& maps, const Parameters& p, int num_blocks, cudaSt
   return cudaGetLastError();
 }
 
+template <class C>
+cudaError_t launch_streamed(const Maps& maps, const Parameters& p, int num_blocks, cudaStream_t stream) {
+  static std::atomic<uint64_t> done{0};
+  const cudaError_t error = allow_shared(attention_prefill_streamed<C>, C::shared_bytes(kMaxSequences), done);
+  if (error != cudaSuccess) return error;
+  attention_prefill_streamed<C>
+      <<<num_blocks, C::kThreads, C::shared_bytes(p.num_sequences), stream>>>(maps.q, maps.kv, p);
+  return cudaGetLastError();
+}
+
 template <class Memory>
 cudaError_t launch_window(const Maps& maps, const Parameters& p, int num_blocks, cudaStream_t stream) {
   if (p.window > kMaxWindow) return cudaErrorInvalidValue;
@@ -797,7 +795,8 @@ cudaError_t launch_window(const Maps& maps, const Parameters& p, int num_blocks,
 
 constexpr int kWindowVariant = 40;  // window.cuh
 constexpr int kNumVariants = sizeof(kVariants) / sizeof(Options);
-static_assert(kNumVariants <= kWindowVariant, "the number of window.cuh is taken");
+constexpr int kEndStreamed = kFirstStreamed + sizeof(kStreamed) / sizeof(StreamOptions);
+static_assert(kNumVariants <= kFirstStreamed && kEndStreamed <= kWindowVariant, "numbers are taken twice");
 
 constexpr bool is_compiled(int variant) { return uint64_t(ROSE_VARIANTS) >> variant & 1; }
 
@@ -807,6 +806,11 @@ cudaError_t launch_variant(int variant, const Maps& maps, const Parameters& p, i
   if constexpr (kNumber < kNumVariants) {
     if constexpr (is_compiled(kNumber)) {
       if (variant == kNumber) return launch<Config<kNumber>>(maps, p, num_blocks, stream);
+    }
+    return launch_variant<kNumber + 1>(variant, maps, p, num_blocks, stream);
+  } else if constexpr (kNumber < kEndStreamed) {
+    if constexpr (kNumber >= kFirstStreamed && is_compiled(kNumber)) {
+      if (variant == kNumber) return launch_streamed<StreamConfig<kNumber>>(maps, p, num_blocks, stream);
     }
     return launch_variant<kNumber + 1>(variant, maps, p, num_blocks, stream);
   } else {
