@@ -108,18 +108,21 @@ def bench_moe(
                 out.late += 1
                 continue
             try:
-                wrong = None
+                wrong, distance = None, 0.0
                 for call, right in zip(calls, wanted, strict=False):
                     call["out_TD"].fill_(float("nan"))
                     module.launch(shape, **call)
                     wrong = wrong or compare("out", call["out_TD"], right, tolerance)
+                    apart = (call["out_TD"].float() - right).norm() / right.norm()
+                    distance = max(distance, apart.item())
                 if wrong is not None:
                     out.add(**line, error=f"wrong: {wrong}"[:300])
                     continue
                 us = time_call(
                     lambda i, m=module, s=shape, a=calls: m.launch(s, **a[i]), len(calls)
                 )
-                out.add(**line, us=us, tb_per_s=hit * expert_bytes / us / 1e6, distinct=hit)
+                rate = hit * expert_bytes / us / 1e6
+                out.add(**line, us=us, tb_per_s=rate, distinct=hit, distance=round(distance, 6))
                 _time_parts(module, shape, calls, line, out, hit, up_bytes, expert_bytes)
             except Exception as error:  # noqa: BLE001
                 out.add(**line, error=repr(error)[:300])
@@ -198,8 +201,8 @@ def bench_sample(args: argparse.Namespace, out: Recorder) -> None:
             del calls
 
 
-def run_all(args: argparse.Namespace) -> int:
-    """Compile side by side, then run one operation after the other."""
+def run_all(args: argparse.Namespace, wanted: list[CudaLibrary], script: str) -> int:
+    """Compile side by side, then run one operation of the script after the other."""
     begin = time.time()
     failed: list[str] = []
 
@@ -209,7 +212,7 @@ def run_all(args: argparse.Namespace) -> int:
         except Exception as error:  # noqa: BLE001
             failed.append(f"{library.source.name} {library.flags[-1]}: {str(error)[-800:]}")
 
-    threads = [threading.Thread(target=build, args=(x,)) for x in libraries(args)]
+    threads = [threading.Thread(target=build, args=(x,)) for x in wanted]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -220,7 +223,7 @@ def run_all(args: argparse.Namespace) -> int:
         left = end - time.time()
         share = left / sum({"sample": 2, "20b": 3, "120b": 4}[o] for o in args.ops[number:])
         deadline = time.time() + share * {"sample": 2, "20b": 3, "120b": 4}[op]
-        command = [sys.executable, __file__, *sys.argv[1:], "--do", op, "--deadline", str(deadline)]
+        command = [sys.executable, script, *sys.argv[1:], "--do", op, "--deadline", str(deadline)]
         process = subprocess.Popen(command)
         try:
             process.wait(timeout=max(5.0, deadline + 5 - time.time()))
@@ -232,9 +235,9 @@ def run_all(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def main() -> int:
-    """Compile, check, time, print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def parse(description: str | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--ops", nargs="+", default=["sample", "20b", "120b"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 128])
     parser.add_argument("--out", type=Path)
@@ -242,9 +245,14 @@ def main() -> int:
     parser.add_argument("--keep", type=int, default=12, help="rows of the table per batch")
     parser.add_argument("--do", help=argparse.SUPPRESS)
     parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Compile, check, time, print."""
+    args = parse(__doc__)
     if args.do is None:
-        return run_all(args)
+        return run_all(args, libraries(args), __file__)
     out = Recorder(args.out, None)
     if args.do == "sample":
         bench_sample(args, out)

@@ -1,6 +1,7 @@
 // A CPU's stand-in for CUDA's device language: one std::thread per CUDA thread, warps in step where they talk.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <barrier>
 #include <cmath>
@@ -62,6 +63,7 @@ inline __nv_bfloat16 __float2bfloat16(float v) {
 }
 inline float __expf(float v) { return std::exp(v); }
 inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __ffs(unsigned v) { return __builtin_ffs(v); }
 template <class T>

@@ -1,6 +1,7 @@
 // Barriers of sm_90 on a CPU, addressed by their offset in the block's shared memory.
 #pragma once
 
+#include <chrono>
 #include <map>
 
 #include "launch.cuh"
@@ -48,10 +49,11 @@ inline void mbarrier_wait(uint32_t address, uint32_t parity) {
       std::lock_guard lock(barrier_mutex);
       if ((barriers.at(address).phase & 1) != static_cast<int>(parity)) return;
     }
-    std::this_thread::yield();
+    std::this_thread::sleep_for(std::chrono::microseconds(50));  // hundreds of threads wait here
   }
 }
 inline void named_sync(uint32_t id, uint32_t threads) { block->named_barrier(id, threads).arrive_and_wait(); }
+inline void named_arrive(uint32_t id, uint32_t threads) { (void)block->named_barrier(id, threads).arrive(); }
 inline void fence_proxy_async() {}
 
 }  // namespace rose

@@ -122,12 +122,14 @@ __global__ void __launch_bounds__(kGroups * 128, 1)
   int4* hits = reinterpret_cast<int4*>(shared + l.hits);
   uint16_t* order = reinterpret_cast<uint16_t*>(shared + l.order);
   int* counts = reinterpret_cast<int*>(shared + l.counts);
-  const int group = threadIdx.x >> 7, warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   // Which warp this is, in a way that shows the compiler that all lanes agree: descriptors then stay in uniform
   // registers. For the same reason one lane's instructions are predicated and no branch is taken around them.
   const int whole_warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x >> 5), 0);
-  const bool is_issuer = (whole_warp & 3) == 0, is_first_lane = lane == 0;
-  const uint32_t full = shared_address(shared + l.barriers) + (whole_warp >> 2) * kStages * 8;
+  const int group = whole_warp >> 2;
+  // The issuing warps of the groups are on different schedulers.
+  const bool is_issuer = (whole_warp & 3) == (group & 3), is_first_lane = lane == 0;
+  const uint32_t full = shared_address(shared + l.barriers) + group * kStages * 8;
 
   if ((threadIdx.x & 127) == 0) {
     for (int s = 0; s < kStages; ++s) mbarrier_init(full + 8 * s, 1);
@@ -144,9 +146,9 @@ __global__ void __launch_bounds__(kGroups * 128, 1)
   const int end = static_cast<int64_t>(total) * (blockIdx.x + 1) / gridDim.x;
 
   // The issuing warp's place in the sequence of chunks, always kStages ahead of what is multiplied.
-  int next_item = begin + (whole_warp >> 2), next_chunk = 0, next_stage = 0, next_buffer = 0, next_row = 0;
-  const uint32_t ring_at = shared_address(shared) + (whole_warp >> 2) * kStages * kChunkBytes;
-  const uint32_t scales_at = shared_address(shared + l.scales) + (whole_warp >> 2) * 2 * l.scale_bytes;
+  int next_item = begin + group, next_chunk = 0, next_stage = 0, next_buffer = 0, next_row = 0;
+  const uint32_t ring_at = shared_address(shared) + group * kStages * kChunkBytes;
+  const uint32_t scales_at = shared_address(shared + l.scales) + group * 2 * l.scale_bytes;
   auto issue = [&] {
     if (next_item >= end) return;
     const uint32_t barrier = full + 8 * next_stage;

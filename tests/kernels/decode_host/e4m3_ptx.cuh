@@ -1,0 +1,73 @@
+// The functions of benchmarks/unbound/e4m3_ptx.cuh on a CPU.
+#pragma once
+
+#include "decode_ring_ptx.cuh"
+
+namespace rose::moe_decode {
+
+inline uint4 load_matrices(uint32_t address) {
+  if (address % 16) std::abort();
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  uint32_t found[4];
+  for (int m = 0; m < 4; ++m) {
+    uint32_t from = 0;
+    for (int row = 0; row < 8; ++row) {
+      const uint32_t theirs = exchange(address, 8 * m + row);
+      if (row == g) from = theirs;
+    }
+    std::memcpy(&found[m], shared + from + 4 * t, 4);
+  }
+  return {found[0], found[1], found[2], found[3]};
+}
+
+inline uint32_t larger_magnitudes(uint32_t a, uint32_t b) {
+  const uint32_t low = std::max(a & 0x7FFF, b & 0x7FFF), high = std::max(a >> 16 & 0x7FFF, b >> 16 & 0x7FFF);
+  return low | high << 16;
+}
+inline uint32_t warp_max(uint32_t v) {
+  uint32_t most = 0;
+  for (int i = 0; i < 32; ++i) most = std::max(most, exchange(v, i));
+  return most;
+}
+inline void settle_words(uint32_t (&)[2][4]) {}
+
+// Source: OCP 8-bit floating point specification: exponent bias 7, subnormals in steps of 2^-9, NaN 0x7F.
+inline float value_of_e4m3(uint32_t byte) {
+  const int exponent = byte >> 3 & 15, mantissa = byte & 7;
+  if ((byte & 0x7F) == 0x7F) return NAN;
+  const float magnitude = exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
+  return byte & 0x80 ? -magnitude : magnitude;
+}
+inline uint32_t nearest_e4m3(float v) {
+  if (v != v) return 0x7F;
+  const float magnitude = std::min(std::fabs(v), 448.0f);
+  const int exponent = std::max(magnitude == 0 ? -9 : std::ilogb(magnitude), -6);
+  const float rounded = std::ldexp(std::nearbyint(std::ldexp(magnitude, 3 - exponent)), exponent - 3);
+  uint32_t byte = 0;
+  while (value_of_e4m3(byte) != rounded) ++byte;
+  return byte | (std::signbit(v) ? 0x80 : 0);
+}
+inline uint32_t to_e4m3(float a, float b) { return nearest_e4m3(a) | nearest_e4m3(b) << 8; }
+inline float2 from_e4m3(uint32_t pair) { return {value_of_e4m3(pair & 0xFF), value_of_e4m3(pair >> 8 & 0xFF)}; }
+
+// Source: PTX ISA, register fragments of wgmma with 8-bit types.
+template <int kN, bool kAdds>
+void wgmma_e4m3_narrow(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b) {
+  Warp& w = my_warp();
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  std::memcpy(w.slots[lane], a, sizeof a);
+  w.step.arrive_and_wait();
+  for (int i = 0; i < kN / 2; ++i) {
+    const int column = 8 * (i / 4) + 2 * t + (i & 1), half = (i >> 1) & 1;
+    if (!kAdds) d[i] = 0;
+    for (int k = 0; k < 32; ++k) {
+      const uint32_t word = w.slots[4 * g + (k % 16) / 4][half + 2 * (k / 16)];
+      uint64_t address = b + column * 128 + k;
+      address ^= ((address >> 7) & 7) << 4;
+      d[i] += value_of_e4m3(word >> 8 * (k % 4) & 0xFF) * value_of_e4m3(shared[address]);
+    }
+  }
+  w.step.arrive_and_wait();
+}
+
+}  // namespace rose::moe_decode
