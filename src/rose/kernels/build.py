@@ -11,6 +11,7 @@ import ctypes
 import fcntl
 import hashlib
 import importlib.util
+import os
 import shutil
 import subprocess
 import tempfile
@@ -33,6 +34,9 @@ FLAGS = (
 )
 """No unique symbols: with them the statics of a template are one for all libraries of a process, so that a second
 build of a source would believe that its kernels' attributes had been set."""
+DEFINES = "ROSE_KERNEL_DEFINES"
+"""Environment: words that every library is built with, such as ROSE_WATCHDOG; part of the key, so that nothing built
+otherwise is taken."""
 REPORT_FLAGS = ("-Xptxas", "-v")
 SM90A = "90a"
 """Hopper with WGMMA and setmaxnreg; plain "90" rejects both."""
@@ -87,7 +91,7 @@ class CudaLibrary:
         self.flags = (
             f"-gencode=arch=compute_{arch},code=sm_{arch}",
             *FLAGS,
-            *(f"-D{d}" for d in defines),
+            *(f"-D{d}" for d in (*defines, *os.environ.get(DEFINES, "").split())),
         )
         self.cache = cache or default_cache()
         self._loaded: ctypes.CDLL | None = None

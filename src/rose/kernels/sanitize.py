@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rose.kernels.build import DEFINES
 from rose.utils.errors import RoseError
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -37,4 +38,7 @@ def sanitizer_command(
     check = ["-m", "rose.kernels", "check", "--device", "cuda", "--small", "--toolchain", toolchain]
     command = [find_sanitizer(), "--tool", tool, "--error-exitcode", "3", sys.executable]
     # Torch's allocator hands out parts of large blocks: what leaves a tensor would stay inside one.
-    return [*command, *check, *checked], {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    if tool == "racecheck":
+        environment[DEFINES] = "ROSE_RACECHECK"  # cuda_common/mbarrier.cuh says why
+    return [*command, *check, *checked], environment

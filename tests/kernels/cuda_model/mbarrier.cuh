@@ -34,6 +34,11 @@ inline void mbarrier_arrive(uint32_t barrier) {
   ++model::block->progress;
 }
 
+constexpr int kWarpArrivals = 1;
+inline void mbarrier_arrive_warp(uint32_t barrier, int lane) {
+  if (lane == 0) mbarrier_arrive(barrier);
+}
+
 inline void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
   barrier_at(barrier).bytes += bytes;
   mbarrier_arrive(barrier);

@@ -37,6 +37,10 @@ inline void mbarrier_arrive(uint32_t address) {
   ++b.arrived;
   settle(b);
 }
+constexpr int kWarpArrivals = 1;
+inline void mbarrier_arrive_warp(uint32_t address, int lane) {
+  if (lane == 0) mbarrier_arrive(address);
+}
 inline void mbarrier_arrive_expect(uint32_t address, uint32_t bytes) {
   std::lock_guard lock(barrier_mutex);
   Barrier& b = barriers.at(address);

@@ -31,6 +31,19 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(barrier) : "memory");
 }
 
+// What a warp did before __syncwarp() is told by one lane's arrival: __syncwarp orders it before the release. racecheck
+// of compute-sanitizer follows an mbarrier only from thread to thread, so that a build for it lets every lane arrive.
+#ifdef ROSE_RACECHECK
+constexpr int kWarpArrivals = 32;
+#else
+constexpr int kWarpArrivals = 1;
+#endif
+
+// After __syncwarp(): this warp's arrival, kWarpArrivals of those that the barrier was made with.
+__device__ __forceinline__ void mbarrier_arrive_warp(uint32_t barrier, int lane) {
+  if (kWarpArrivals > 1 || lane == 0) mbarrier_arrive(barrier);
+}
+
 // One arrival that also announces `bytes` which copies will complete.
 __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;\n}" ::"r"(barrier),

@@ -358,7 +358,10 @@ __global__ void __launch_bounds__(kWarps * 32 + 32, kWarps == 8 ? 2 : 1) stream_
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < c.stages; ++s) mbarrier_init(full + 8 * s, 1);
-    for (int s = 0; s < kParts; ++s) mbarrier_init(part_full + 8 * s, kWarps), mbarrier_init(part_empty + 8 * s, 1);
+    for (int s = 0; s < kParts; ++s) {
+      mbarrier_init(part_full + 8 * s, kWarps * kWarpArrivals);
+      mbarrier_init(part_empty + 8 * s, kWarpArrivals);
+    }
     mbarrier_init_fence();
   }
   if constexpr (kGateUp) {
@@ -404,7 +407,7 @@ __global__ void __launch_bounds__(kWarps * 32 + 32, kWarps == 8 ? 2 : 1) stream_
       finish_unit<kWarps, kTiles, kGateUp>(c, h, unit, parts, order, __uint_as_float(bias << 16),
                                            __uint_as_float(bias & 0xFFFF0000u));
       __syncwarp();
-      if (lane == 0) mbarrier_arrive(part_empty + 8 * buffer);
+      mbarrier_arrive_warp(part_empty + 8 * buffer, lane);
       if (++stage == c.stages) stage = 0;
       if (++unit == units) unit = 0, ++hit;
     }
@@ -454,7 +457,7 @@ __global__ void __launch_bounds__(kWarps * 32 + 32, kWarps == 8 ? 2 : 1) stream_
         }
       }
       __syncwarp();
-      if (lane == 0) mbarrier_arrive(part_full + 8 * buffer);
+      mbarrier_arrive_warp(part_full + 8 * buffer, lane);
       if (++stage == c.stages) stage = 0, stage_parity ^= 1;
       if (++unit == units) unit = 0, ++hit;
     }
