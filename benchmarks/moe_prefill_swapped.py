@@ -1,11 +1,11 @@
-"""The CUDA experts with swapped operands: check every variant on a GPU, then time it beside what is bound.
+"""The CUDA experts with swapped operands: check every variant on a GPU, then time them beside the fused ones.
 
     PYTHONPATH=src python benchmarks/moe_prefill_swapped.py --out swapped.jsonl
 
-Checks as in moe_prefill_fused.py: shape by shape, waits trap after two seconds, a fresh process after a trap. The
-quantised rows must be the bound ones' bits in another order; products and the whole are compared with torch. Then the
-120b and the 20b are timed, balanced and random, every variant in turn; variants with a mistake are not timed. Under
-100 seconds.
+Checks as in moe_prefill_fused.py: shape by shape, waits trap after two seconds, a fresh process after a trap. The sort
+must give what torch gives, the quantised rows must be the fused ones' bits in another order; products and the whole are
+compared with torch. Then the 120b and the 20b are timed, balanced and random, ways in turn, and the variant in turns is
+taken apart; variants with a mistake are not timed. Under 60 seconds.
 """
 
 from __future__ import annotations
@@ -49,23 +49,24 @@ RUNGS = [
     Rung(name="edges", sizes={"D": 448, "I": 320, "E": len(EDGES), "K": 1}, tokens=sum(EDGES), counts=EDGES),
     Rung(name="wide_3000", sizes={**WIDE, "E": 16}, tokens=3000),
 ]  # fmt: skip
+TAKEN_APART = "turns_3"
 WITHOUT = {
     "without_scales": [
-        (
-            "const float scale0 = load_shared(scales + 32 * j), scale1 = load_shared(scales + 32 * j + 4);",
-            "const float scale0 = 0.5f + j, scale1 = 0.25f * j;",
-        )
+        ("    load_shared(scale, scales + 32 * j);\n",
+         "    scale[0] = __float_as_uint(0.5f + j);\n    scale[1] = __float_as_uint(0.25f * j);\n"),
     ],
     "without_expansion": [
-        ("    expand<P, 4>(a[0], 0, next + P::kCodesAt + mine.codes, offsets, table);\n", ""),
-        ("  if (has_next) expand<P, 4>(a[1], 1, next + P::kCodesAt + mine.codes, offsets, table);\n", ""),
+        ("  if (is_filled) expand<P, kSteps>(a[1], 1, codes, offsets, table);\n", ""),
+        ("load_shared(next + P::kOffsetsAt + mine.offsets));\n"
+         "    expand<P, 4>(a[0], 0, next + P::kCodesAt + mine.codes, offsets, table);\n",
+         "load_shared(next + P::kOffsetsAt + mine.offsets));\n"),
     ],
     "without_promotion": [
-        ("j < kN / 8; ++j) {\n    const float scale0", "j < 1; ++j) {\n    const float scale0"),
+        ("j < kN / 8; ++j) {\n    uint32_t scale[2];", "j < 1; ++j) {\n    uint32_t scale[2];"),
     ],
 }  # fmt: skip
 """The kernel taken apart: wrong results, but their time says what a part costs."""
-BOUND = {"bound_mxfp4": "r256", "bound_fp8": "r128"}
+FUSED = {"fused_mxfp4": "r256", "fused_copy": "r128"}
 """What is timed beside: the 120b's way before operands were swapped, and the 20b's with its FP8 copy."""
 
 
@@ -78,11 +79,23 @@ def walk(rung: Rung, variant: str) -> Iterator[tuple[str, Callable[[], list[str 
         arguments["expert_ids_TK"] = ids_of(rung.counts)
     plain, x, ids = arguments["weights"], arguments["x_TD"], arguments["expert_ids_TK"]
     weights = with_offsets(plain)
-    table = bound.table_of(ids, rung.sizes["E"], cuda_swapped.ROWS)
+    table = bound.table_of(ids, rung.sizes["E"], cuda_swapped.ROWS, shapes.row_step)
     starts = table.starts_E1.tolist()
     count = starts[-1]
     alpha, limit = arguments["swiglu_alpha"], arguments["swiglu_limit"]
     kept: dict[str, Any] = {}
+
+    def sort() -> list[str | None]:
+        found = library.fused.sort_by_expert(
+            ids, num_experts=rung.sizes["E"], block_m=cuda_swapped.ROWS, row_step=shapes.row_step
+        )
+        torch.cuda.synchronize()
+        tiles = int(table.tiles_E1[-1])
+        ends = {"row_TK": None, "starts_E1": None, "tiles_E1": None, "expert_M": tiles}
+        return [
+            None if torch.equal(getattr(found, n)[:end], getattr(table, n)[:end]) else f"{n} is wrong"
+            for n, end in ends.items()
+        ]  # fmt: skip
 
     def quantize() -> list[str | None]:
         kept["x"] = library.quantize_rows(x, table)
@@ -131,7 +144,13 @@ def walk(rung: Rung, variant: str) -> Iterator[tuple[str, Callable[[], list[str 
         # values land one E4M3 step away (docs/numerics.md, moe_experts rounded to E4M3).
         return [problem("out", found[0], arguments["out_TD"], 2e-2, 4e-2), repeated]
 
-    yield from {"quantize": quantize, "gate_up": gate_up, "down": down, "whole": whole}.items()
+    yield from {
+        "sort": sort,
+        "quantize": quantize,
+        "gate_up": gate_up,
+        "down": down,
+        "whole": whole,
+    }.items()
 
 
 def check_here(variant: str, first: int) -> int:
@@ -161,9 +180,9 @@ def time_here(
     plain = draw(sizes, 1, "mxfp4", seed=1)[1]["weights"]
     prepared: dict[str, Any] = {}
     for way in ways:
-        if way == "bound_mxfp4":
+        if way == "fused_mxfp4":
             prepared[way] = tiled(plain)
-        elif way == "bound_fp8":
+        elif way == "fused_copy":
             prepared[way] = draw(sizes, 1, "fp8_block", seed=1)[1]["weights"]
         elif "swapped" not in prepared:
             prepared["swapped"] = with_offsets(plain)
@@ -172,8 +191,8 @@ def time_here(
         calls = {}
         for way in ways:
             weights = prepared.get(way) or prepared["swapped"]
-            if way in BOUND:
-                shapes = cuda_fused.VARIANTS[BOUND[way]]
+            if way in FUSED:
+                shapes = cuda_fused.VARIANTS[FUSED[way]]
                 calls[way] = bound.stages_of({**arguments, "weights": weights}, shapes)
             else:
                 calls[way] = stages_of(
@@ -198,7 +217,9 @@ def stages_of(
     library = library or SwappedLibrary()
     weights, x = arguments["weights"], arguments["x_TD"]
     plain = weights.weights
-    table = bound.table_of(arguments["expert_ids_TK"], weights.gate_up.shape[0], cuda_swapped.ROWS)
+    table = bound.table_of(
+        arguments["expert_ids_TK"], weights.gate_up.shape[0], cuda_swapped.ROWS, shapes.row_step
+    )
     values, scales = library.quantize_rows(x, table)
 
     def gate_up() -> tuple[Tensor, Tensor]:
@@ -247,10 +268,15 @@ def take_apart(model: str, tokens: int) -> int:
     for way in ("", *WITHOUT):
         calls = stages_of(
             {**drawn, "weights": weights, "expert_ids_TK": ids},
-            cuda_swapped.DEFAULT,
+            cuda_swapped.VARIANTS[TAKEN_APART],
             library_without(way) if way else None,
         )
-        labels = {"way": way or "all", "model": model, "tokens": tokens, "routing": "balanced"}
+        labels = {
+            "way": f"{TAKEN_APART} {way}".strip(),
+            "model": model,
+            "tokens": tokens,
+            "routing": "balanced",
+        }
         for stage in ("gate_up", "down"):
             line = bound.timed(calls[stage], stage, **labels)
             bound.say(**{**line, "bench": "moe_prefill_swapped_ablation"})
@@ -264,7 +290,7 @@ def main() -> int:
     names = list(cuda_swapped.VARIANTS)
     parser.add_argument("--check", default="", choices=["", *names], help="check this here")
     parser.add_argument("--first", type=int, default=0, help="with --check: shape to begin with")
-    parser.add_argument("--time", nargs="+", default=[], choices=[*names, *BOUND], help="here")
+    parser.add_argument("--time", nargs="+", default=[], choices=[*names, *FUSED], help="here")
     parser.add_argument("--model", default="120b", choices=list(SIZES))
     parser.add_argument("--routing", nargs="+", default=["balanced", "random"])
     parser.add_argument("--stages", nargs="+", default=["gate_up", "down", "whole"])
@@ -272,7 +298,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--take-apart", action="store_true", help="time without parts, here")
     parser.add_argument("--check-only", action="store_true")
-    parser.add_argument("--seconds", type=float, default=98.0, help="for everything")
+    parser.add_argument("--seconds", type=float, default=59.0, help="for everything")
     parser.add_argument("--out", type=Path, default=None)
     given = parser.parse_args()
     if given.check:
@@ -299,15 +325,16 @@ def main() -> int:
     for outcome in outcomes:
         bound.say(bench="moe_prefill_swapped_check", **outcome)
     good = [o["way"] for o in outcomes if o["ok"]]
-    few = [name for name in ("swapped",) if name in good]
+    products = ["--stages", "gate_up", "down", "whole"]
+    few = [name for name in ("swapped_3", TAKEN_APART) if name in good]
     plans: list[list[str]] = [
-        ["--time", "bound_mxfp4", *good, "--model", "120b", "--stages", "gate_up", "down", "whole"],
-        ["--time", "bound_fp8", *few, "--model", "20b", "--stages", "gate_up", "down", "whole"],
-        ["--time", "bound_mxfp4", *few, "--tokens", "2048", "--routing", "random", "--stages", "whole"],
-        ["--time", *few, "--routing", "random", "--stages", "quantize"],
+        ["--time", "fused_mxfp4", *good, "--routing", "random", *products],
+        ["--time", "fused_mxfp4", *good, "--routing", "balanced", *products],
+        ["--time", "fused_mxfp4", *good, "--routing", "random", "--tokens", "2048", "--stages", "whole"],
+        ["--time", "fused_copy", *few, "--model", "20b", "--routing", "random", "--stages", "whole"],
         ["--take-apart"],
     ]  # fmt: skip
-    for options in plans if few and not given.check_only else []:
+    for options in plans if good and not given.check_only else []:
         left = began + given.seconds - time.monotonic()
         text, ended = bound.child(options, max(left, 5.0), __file__)
         lines = [line for line in text.splitlines() if line.startswith("{")]

@@ -19,8 +19,14 @@ inline void store_shared(uint32_t at, uint32_t value) {
   store_words<1>(at, one);
 }
 inline void store_shared(uint32_t at, const uint32_t (&v)[4]) { store_words<4>(at, v); }
-inline void load_shared(uint32_t (&v)[2], uint32_t at) { std::memcpy(v, model::at(at, 8), 8); }
-inline void load_shared(uint32_t (&v)[4], uint32_t at) { std::memcpy(v, model::at(at, 16), 16); }
+inline void load_shared(uint32_t (&v)[2], uint32_t at) {
+  if (at % 8) model::fail("two words are not aligned to 8 bytes");
+  std::memcpy(v, model::at(at, 8), 8);
+}
+inline void load_shared(uint32_t (&v)[4], uint32_t at) {
+  if (at % 16) model::fail("four words are not aligned to 16 bytes");
+  std::memcpy(v, model::at(at, 16), 16);
+}
 inline float load_shared(uint32_t at) {
   float value;
   std::memcpy(&value, model::at(at, 4), 4);

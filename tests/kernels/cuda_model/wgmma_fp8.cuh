@@ -1,21 +1,9 @@
-// wgmma_fp8.cuh of cuda_common on the model: a product happens at once, each thread making its own fragment.
+// wgmma_fp8.cuh of cuda_common on the model: as in wgmma.cuh, a product is made when it is waited for.
 #pragma once
 
-#include "mbarrier.cuh"
+#include "wgmma.cuh"
 
 namespace rose {
-
-inline uint64_t descriptor_swizzle128(uint32_t shared) {
-  if (shared % 1024) model::fail("an operand is not aligned to 1024 bytes");
-  return (shared & 0x3FFFF) >> 4;
-}
-inline uint64_t advance(uint64_t descriptor, int bytes) { return descriptor + (bytes >> 4); }
-inline void wgmma_fence() {}
-inline void wgmma_commit() {}
-template <int kPending>
-inline void wgmma_wait() {}
-template <int kCount>
-inline void settle(float (&)[kCount]) {}
 
 inline float e4m3_value(uint8_t bits) {
   const int exponent = bits >> 3 & 15, mantissa = bits & 7;
@@ -24,7 +12,7 @@ inline float e4m3_value(uint8_t bits) {
 }
 
 // Byte k of a row, k < 32, of an operand that begins at a descriptor.
-inline float operand(uint64_t descriptor, int row, int k) {
+inline float operand_e4m3(uint64_t descriptor, int row, int k) {
   static float values[256];
   if (values[8] == 0.f) {
     for (int i = 0; i < 256; ++i) values[i] = e4m3_value(uint8_t(i));
@@ -36,17 +24,17 @@ inline float operand(uint64_t descriptor, int row, int k) {
 }
 
 template <int kN>
-inline void wgmma_e4m3(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate) {
+inline void multiply_now(float* d, uint64_t a, uint64_t b, int accumulate) {
   const int thread = int(threadIdx.x) % 128, warp = thread / 32, lane = thread % 32;
   float rows[2][32];
   for (int h = 0; h < 2; ++h) {
-    for (int k = 0; k < 32; ++k) rows[h][k] = operand(a, 16 * warp + 8 * h + lane / 4, k);
+    for (int k = 0; k < 32; ++k) rows[h][k] = operand_e4m3(a, 16 * warp + 8 * h + lane / 4, k);
   }
   for (int j = 0; j < kN / 8; ++j) {
     for (int c = 0; c < 2; ++c) {
       float sums[2] = {};
       for (int k = 0; k < 32; ++k) {
-        const float w = operand(b, 8 * j + 2 * (lane % 4) + c, k);
+        const float w = operand_e4m3(b, 8 * j + 2 * (lane % 4) + c, k);
         sums[0] += rows[0][k] * w;
         sums[1] += rows[1][k] * w;
       }
@@ -55,17 +43,16 @@ inline void wgmma_e4m3(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulat
   }
 }
 
+template <int kN>
+inline void wgmma_e4m3(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate) {
+  float* to = d;
+  products().back().push_back([=] { multiply_now<kN>(to, a, b, accumulate); });
+}
+
 inline uint32_t pack_e4m3(float a, float b, float c, float d) {
   const float all[4] = {a, b, c, d};
   uint32_t out = 0;
   for (int i = 0; i < 4; ++i) out |= uint32_t(__nv_cvt_float_to_fp8(all[i], __NV_SATFINITE, __NV_E4M3)) << 8 * i;
-  return out;
-}
-
-inline uint32_t pack_bf16(float low, float high) {
-  const __nv_bfloat16 both[2] = {__float2bfloat16(low), __float2bfloat16(high)};
-  uint32_t out;
-  std::memcpy(&out, both, 4);
   return out;
 }
 

@@ -26,13 +26,24 @@ ROWS = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwappedShapes:
-    """How many stages are in flight."""
+    """How a consumer goes through its stages, and how many are in flight."""
 
     stages: int
-    """3 or 5."""
+    """3, or 5 in turns."""
+    turns: bool = False
+    """Slabs in turns, products always on their way, on tiles that begin at a multiple of four rows; else together."""
+
+    @property
+    def row_step(self) -> int:
+        """Rows of which tiles begin at a multiple."""
+        return 4 if self.turns else 1
 
 
-VARIANTS = {"swapped": SwappedShapes(stages=5), "swapped_3": SwappedShapes(stages=3)}
+VARIANTS = {
+    "swapped_3": SwappedShapes(stages=3),
+    "turns_3": SwappedShapes(stages=3, turns=True),
+    "turns_5": SwappedShapes(stages=5, turns=True),
+}
 DEFAULT = VARIANTS["swapped_3"]
 
 
@@ -45,8 +56,8 @@ class SwappedLibrary:
         self.fused = FusedLibrary(defines=defines)
         launcher = self.library.launcher
         self._quantize = launcher("launch_quantize_turned", "ppppiiiip")
-        self._gate_up = launcher("launch_swapped_gate_up", "ppiippppipppiiiippiffip")
-        self._down = launcher("launch_swapped_down", "ppiippppipppiiiipip")
+        self._gate_up = launcher("launch_swapped_gate_up", "ppiippppipppiiiippiffiip")
+        self._down = launcher("launch_swapped_down", "ppiippppipppiiiipiip")
 
     def build(self) -> None:
         """Compile both sources unless they are compiled."""
@@ -78,9 +89,9 @@ class SwappedLibrary:
         groups = ceil_div(inner, HIDDEN_GROUP)
         out_scales = x_RD.new_empty(groups, round_up(rows, 4), dtype=torch.float32)
         self._gate_up(
-            *operands(x_RD, x_scales, table, matrix, bias_EF),
+            *operands(x_RD, x_scales, table, matrix, bias_EF, shapes),
             out_RI.data_ptr(), out_scales.data_ptr(), out_scales.stride(0), alpha, limit,
-            shapes.stages, _stream(),
+            shapes.stages, int(shapes.turns), _stream(),
         )  # fmt: skip
         return out_RI, out_scales
 
@@ -91,8 +102,8 @@ class SwappedLibrary:
         """Multiply and add the bias. Returns bf16 [R, D], not yet weighted."""
         y_RD = a_RI.new_empty(a_RI.shape[0], matrix.shape[1], dtype=torch.bfloat16)
         self._down(
-            *operands(a_RI, a_scales, table, matrix, bias_ED),
-            y_RD.data_ptr(), shapes.stages, _stream(),
+            *operands(a_RI, a_scales, table, matrix, bias_ED, shapes),
+            y_RD.data_ptr(), shapes.stages, int(shapes.turns), _stream(),
         )  # fmt: skip
         return y_RD
 
@@ -113,7 +124,9 @@ def run_experts(
     if x_TD.shape[0] == 0:
         return
     up, down, plain = weights.gate_up, weights.down, weights.weights
-    table = library.fused.sort_by_expert(expert_ids_TK, num_experts=up.shape[0], block_m=ROWS)
+    table = library.fused.sort_by_expert(
+        expert_ids_TK, num_experts=up.shape[0], block_m=ROWS, row_step=shapes.row_step
+    )
     hidden = library.gate_up(
         *library.quantize_rows(x_TD, table), table, matrix=up, bias_EF=plain.gate_up_bias_EF,
         alpha=swiglu_alpha, limit=swiglu_limit, shapes=shapes,
@@ -123,10 +136,16 @@ def run_experts(
 
 
 def operands(
-    a_RC: Tensor, a_scales: Tensor, table: RowTable, matrix: OffsetMatrix, bias_EN: Tensor
+    a_RC: Tensor,
+    a_scales: Tensor,
+    table: RowTable,
+    matrix: OffsetMatrix,
+    bias_EN: Tensor,
+    shapes: SwappedShapes,
 ) -> tuple[int, ...]:
     """Return a product's arguments up to its sizes."""
-    assert table.block_m == ROWS, f"tiles of {ROWS} tokens, not {table.block_m}"
+    wanted = (ROWS, shapes.row_step)
+    assert (table.block_m, table.row_step) == wanted, f"tiles and their step are {wanted}"
     return (
         a_RC.data_ptr(), a_scales.data_ptr(), a_scales.stride(0), a_RC.shape[0],
         matrix.codes.data_ptr(), matrix.offsets.data_ptr(), matrix.row_scales.data_ptr(),
