@@ -22,24 +22,35 @@ Tables fill_tables(std::vector<int>& memory, int num_sequences, const int* start
   return tables;
 }
 
-// Write the items of one block, in its order, as rows of 8 ints; return how many.
-extern "C" int list_items(int num_sequences, const int* starts, const int* lengths, int num_heads, int section_heads,
-                          int window, int item_rows, int tile_keys, int block, int num_blocks, int* out) {
-  std::vector<int> memory;
-  const Tables tables = fill_tables(memory, num_sequences, starts, lengths,
-                                    [&](int num_queries, int) { return num_tiles(num_queries, item_rows); });
-  Walk walk{block, num_blocks};
-  const int num_items = tables.tiles_before[num_sequences] * num_heads;
+template <class Of>
+int list(const Tables& tables, int num_sequences, const Cut& cut, int num_items, Walk walk, int* out) {
   int count = 0;
   for (int index; (index = walk.next(num_items)) >= 0; ++count) {
-    reinterpret_cast<Item*>(out)[count] =
-        find_item(tables, num_sequences, section_heads, window, item_rows, tile_keys, index);
+    Of item;
+    find_item(tables, num_sequences, cut, index, item);
+    *reinterpret_cast<Work*>(out) = item;
+    out += sizeof(Work) / 4;
+    for (int wg = 0; wg < cut.warpgroups; ++wg, out += sizeof(Piece) / 4) {
+      *reinterpret_cast<Piece*>(out) = find_piece(item, cut, wg);
+    }
   }
   return count;
 }
 
-extern "C" void reach_of(const int* item, int wg, int window, int tile_keys, int* out) {
-  *reinterpret_cast<Reach*>(out) = find_reach(*reinterpret_cast<const Item*>(item), wg, window, tile_keys);
+// Write the items of one block, in its order: each what all have, then its pieces; return how many.
+extern "C" int list_items(int is_grouped, int num_sequences, const int* starts, const int* lengths, int num_heads,
+                          const int* cut_words, int block, int num_blocks, int* out) {
+  const Cut& cut = *reinterpret_cast<const Cut*>(cut_words);
+  std::vector<int> memory;
+  const Tables tables = fill_tables(memory, num_sequences, starts, lengths, [&](int num_queries, int) {
+    return is_grouped ? num_grouped_items(num_queries, cut) : num_tiles(num_queries, cut.warpgroups * kRows);
+  });
+  const int num_tiles = tables.tiles_before[num_sequences];
+  const Walk walk{block, num_blocks};
+  if (is_grouped) {
+    return list<GroupedItem>(tables, num_sequences, cut, num_tiles * (num_heads / cut.heads_per_group), walk, out);
+  }
+  return list<Item>(tables, num_sequences, cut, num_tiles * num_heads, walk, out);
 }
 
 // Write all items of windowed layers as rows of 8 ints; return how many.

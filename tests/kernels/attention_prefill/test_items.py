@@ -16,7 +16,9 @@ from rose.kernels.attention_prefill import contract
 HERE = Path(__file__).parent
 SOURCES = Path(contract.__file__).parent
 ROWS = 64
-FIELDS = ("sequence", "head", "first_row", "num_rows", "position", "length", "low", "high")
+FIELDS = ("sequence", "group", "length", "position", "low", "high")
+PIECE_FIELDS = ("head", "first_row", "num_rows", "position", "length", "low", "high")
+PIECE_FIELDS += ("item_low", "item_high")
 BATCHES = {
     "one_token": [(1, 1)],
     "square": [(1000, 1000)],
@@ -40,80 +42,113 @@ def pointer(array: np.ndarray) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.ctypes.data)
 
 
-def list_items(host, chunks, heads, section, window, item_rows, tile_keys, num_blocks):
-    """Return each block's items as dictionaries."""
+def list_items(host, is_grouped, chunks, heads, cut, num_blocks):
+    """Return each block's items as dictionaries.
+
+    `cut`: warpgroups, keys of a tile, window, heads of a section, heads of a group.
+    """
     starts = np.cumsum([0, *(new for new, _ in chunks)], dtype=np.int32)
     lengths = np.array([length for _, length in chunks], dtype=np.int32)
+    words, width = np.array(cut, dtype=np.int32), len(PIECE_FIELDS)
     blocks = []
     for block in range(num_blocks):
-        out = np.zeros((4096, 8), dtype=np.int32)
-        sizes = (heads, section, window, item_rows, tile_keys, block, num_blocks)
-        count = host.list_items(
-            len(chunks), pointer(starts), pointer(lengths), *sizes, pointer(out)
-        )
-        blocks.append([dict(zip(FIELDS, row.tolist(), strict=True)) for row in out[:count]])
+        out = np.zeros((8192, len(FIELDS) + cut[0] * width), dtype=np.int32)
+        batch = (is_grouped, len(chunks), pointer(starts), pointer(lengths), heads)
+        count = host.list_items(*batch, pointer(words), block, num_blocks, pointer(out))
+        blocks.append([])
+        for row in out[:count].tolist():
+            item = dict(zip(FIELDS, row[: len(FIELDS)], strict=True))
+            pieces = [row[len(FIELDS) + wg * width :][:width] for wg in range(cut[0])]
+            item["pieces"] = [dict(zip(PIECE_FIELDS, piece, strict=True)) for piece in pieces]
+            blocks[-1].append(item)
     return blocks
 
 
+KINDS = pytest.mark.parametrize("is_grouped", [False, True], ids=["one_head", "grouped"])
+SHAPES = pytest.mark.parametrize(
+    ("warpgroups", "tile_keys"), [(2, 128), (3, 128), (3, 64), (2, 192)]
+)
+
+
+@KINDS
+@SHAPES
 @pytest.mark.parametrize("name", BATCHES)
-@pytest.mark.parametrize(("warpgroups", "tile_keys"), [(2, 128), (3, 128), (3, 64), (2, 192)])
-def test_every_row_of_every_head_is_done_once(host, name, warpgroups, tile_keys) -> None:
-    chunks, heads = BATCHES[name], 4
-    for section, num_blocks in itertools.product((2, 4), (1, 5, 132)):
-        blocks = list_items(
-            host, chunks, heads, section, 1 << 30, warpgroups * ROWS, tile_keys, num_blocks
-        )
+def test_every_row_of_every_head_is_done_once(host, is_grouped, name, warpgroups, tile_keys):
+    chunks, heads = BATCHES[name], 8
+    for per_group, section, num_blocks in itertools.product((1, 2, 4), (4, 8), (1, 5, 132)):
+        cut = (warpgroups, tile_keys, 1 << 30, section, per_group)
+        blocks = list_items(host, is_grouped, chunks, heads, cut, num_blocks)
         done = np.zeros((sum(new for new, _ in chunks), heads), dtype=int)
         for item in itertools.chain(*blocks):
-            assert 0 < item["num_rows"] <= warpgroups * ROWS
-            done[item["first_row"] : item["first_row"] + item["num_rows"], item["head"]] += 1
+            assert item["pieces"][0]["num_rows"] > 0
+            for piece in item["pieces"]:
+                assert 0 <= piece["num_rows"] <= ROWS
+                assert piece["head"] // per_group == item["group"]
+                rows = slice(piece["first_row"], piece["first_row"] + piece["num_rows"])
+                done[rows, piece["head"]] += 1
         assert (done == 1).all()
 
 
+@KINDS
+@SHAPES
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("window", [1, 50, 128, 1000, 1 << 30])
-@pytest.mark.parametrize(("warpgroups", "tile_keys"), [(2, 128), (3, 128), (3, 64), (2, 192)])
-def test_tiles_are_those_that_some_row_sees(host, name, window, warpgroups, tile_keys) -> None:
+def test_tiles_are_those_that_some_row_sees(host, is_grouped, name, window, warpgroups, tile_keys):
     chunks = BATCHES[name]
     starts = np.cumsum([0, *(new for new, _ in chunks)])
-    (items,) = list_items(host, chunks, 1, 1, window, warpgroups * ROWS, tile_keys, 1)
+    (items,) = list_items(host, is_grouped, chunks, 2, (warpgroups, tile_keys, window, 2, 2), 1)
     for item in items:
         new, length = chunks[item["sequence"]]
         assert item["length"] == length
-        row = item["first_row"] - starts[item["sequence"]]
-        assert item["position"] == length - new + row
-        lows, highs = [], []
-        for wg in range(warpgroups):
-            out = np.zeros(3, dtype=np.int32)
-            packed = np.array([item[f] for f in FIELDS], dtype=np.int32)
-            host.reach_of(pointer(packed), wg, window, tile_keys, pointer(out))
-            positions = (
-                length - new + row + np.arange(wg * ROWS, min((wg + 1) * ROWS, item["num_rows"]))
-            )
-            if len(positions) == 0:
-                assert out[2] < out[1]
+        lows, highs, firsts = [], [], []
+        for piece in item["pieces"]:
+            assert piece["length"] == length
+            assert (piece["item_low"], piece["item_high"]) == (item["low"], item["high"])
+            if piece["num_rows"] == 0:
+                assert piece["high"] < piece["low"] == item["low"]
                 continue
-            first_seen = max(0, int(positions[0]) - window + 1)
-            assert out.tolist() == [
-                positions[0],
-                first_seen // tile_keys,
-                positions[-1] // tile_keys,
-            ]
-            lows.append(out[1])
-            highs.append(out[2])
+            row = piece["first_row"] - starts[item["sequence"]]
+            first, last = length - new + row, length - new + row + piece["num_rows"] - 1
+            assert 0 <= row < row + piece["num_rows"] <= new
+            assert piece["position"] == first
+            first_seen = max(0, int(first) - window + 1)
+            assert (piece["low"], piece["high"]) == (first_seen // tile_keys, last // tile_keys)
+            lows.append(piece["low"])
+            highs.append(piece["high"])
+            firsts.append(first)
         # The producer loads exactly what the warpgroups together take.
         assert (item["low"], item["high"]) == (min(lows), max(highs))
+        assert item["position"] == min(firsts)
 
 
-def test_blocks_get_like_amounts_of_work(host) -> None:
-    blocks = list_items(host, [(8192, 8192)], 64, 64, 1 << 30, 192, 128, 132)
+@pytest.mark.parametrize(
+    ("is_grouped", "chunks", "over"),
+    [
+        (False, [(8192, 8192)], 1.07),
+        (True, [(8192, 8192)], 1.03),
+        (False, [(1024, 1024)] * 8, 1.75),
+        (True, [(1024, 1024)] * 8, 1.4),
+    ],
+)
+def test_blocks_get_like_amounts_of_work(host, is_grouped, chunks, over) -> None:
+    """A block takes as long as its items' tiles; beside it, what masks and the last round cost over the exact work."""
+    blocks = list_items(host, is_grouped, chunks, 64, (3, 128, 1 << 30, 64, 8), 132)
     tiles = [sum(i["high"] - i["low"] + 1 for i in items) for items in blocks]
-    assert max(tiles) <= 1.03 * sum(tiles) / len(tiles)
+    exact = 64 * sum(n * (n + 1) // 2 for n, _ in chunks) / (3 * ROWS * 128 * 132)
+    assert max(tiles) <= over * exact
 
 
-def test_heads_of_a_section_run_together(host) -> None:
-    (items,) = list_items(host, [(2000, 2000)], 8, 4, 1 << 30, 192, 128, 1)
-    heads = [i["head"] // 4 for i in items]
+def test_pieces_of_grouped_items_see_like_numbers_of_tiles(host) -> None:
+    (items,) = list_items(host, True, [(1000, 5000)], 64, (3, 64, 1 << 30, 64, 8), 1)
+    for item in items:
+        held = [piece for piece in item["pieces"] if piece["num_rows"]]
+        assert max(p["high"] for p in held) - min(p["high"] for p in held) <= 1
+
+
+@KINDS
+def test_heads_of_a_section_run_together(host, is_grouped) -> None:
+    (items,) = list_items(host, is_grouped, [(2000, 2000)], 8, (3, 128, 1 << 30, 4, 2), 1)
+    heads = [i["pieces"][0]["head"] // 4 for i in items]
     assert heads == sorted(heads)
     highs = [i["high"] for i in items[: len(items) // 2]]
     assert highs == sorted(highs, reverse=True)

@@ -27,7 +27,7 @@ def test_compiler_kept_registers_and_pipelines(library: CudaLibrary) -> None:
     assert log.count("Compiling entry function") == len(BOUND)
     assert "Potential Performance Loss" not in log, "wgmma serialised (C7510..C7512)"
     assert "C7508" not in log, "setmaxnreg ignored"
-    assert max(int(n) for n in re.findall(r"(\d+) bytes spill loads", log)) <= 16
+    assert max(int(n) for n in re.findall(r"(\d+) bytes spill loads", log)) <= 20
 
 
 def functions(code: str) -> list[str]:
@@ -53,6 +53,8 @@ def test_second_product_overlaps_the_softmax(library: CudaLibrary) -> None:
     walking = [k for k in kernels if not k.split("\n")[0].count("attention_prefill_window")]
     assert len(walking) == len(BOUND) - 1
     for kernel in walking:
+        consumers = kernel[: kernel.rindex("HGMMA")]
+        assert not re.search(r"\b(STL|LDL)\b", consumers), "only the producer may spill"
         words = re.findall(r"HGMMA\.64x\d+|MUFU\.EX2|DEPBAR\.LE gsb0, 0x[01]", kernel)
         text = " ".join(words)
         widths = [int(n) for n in re.findall(r"HGMMA\.64x(\d+)", text)]

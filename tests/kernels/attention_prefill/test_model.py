@@ -29,7 +29,7 @@ MODEL = Path(__file__).parent.parent / "cuda_model"
 pytestmark = pytest.mark.skipif(
     build.find_nvcc() is None or shutil.which("g++") is None, reason="needs nvcc's headers and g++"
 )
-VARIANTS = [v for v in cuda_impl.VARIANTS if v in (*cuda_impl.BOUND, *cuda_impl.STREAMED)]
+VARIANTS = [v for v in cuda_impl.VARIANTS if v in (*cuda_impl.BOUND, 27, *cuda_impl.STREAMED)]
 
 
 def sources(folder: Path, edits: tuple[tuple[str, str, str], ...] = ()) -> Path:

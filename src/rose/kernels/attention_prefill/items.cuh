@@ -8,16 +8,35 @@ namespace rose::attention_prefill {
 
 constexpr int kRows = 64;  // query rows of a consumer warpgroup
 
-// One head and up to `item_rows` query rows of one sequence. No rows: there is no more work.
-struct __align__(16) Item {
-  int sequence, head;
-  int first_row;  // in q and out
-  int num_rows;
-  int position;   // of the first row, in its sequence
-  int length;     // of the sequence
+// What all items have.
+struct Work {
+  int sequence, group;
+  int length;               // of the sequence
+  int position;             // in it, of the earliest row
   int tile_low, tile_high;  // tiles of keys, both ends included
 };
-static_assert(sizeof(Item) == 32, "two 16-byte words");
+
+// One head and up to 64 query rows for every warpgroup.
+struct Item : Work {
+  int head;
+  int first_row, num_rows;  // in q and out
+};
+
+// Pieces of 64 query rows of one sequence, taken from the heads of one kv head: pieces are numbered by row and, within
+// 64 rows, by head; an item has those from `last_piece` downwards. So all of them see nearly the same tiles.
+struct GroupedItem : Work {
+  int first_row, num_rows;  // of the sequence, in q and out
+  int last_piece;
+};
+
+// What one warpgroup has of an item.
+struct Piece {
+  int head;
+  int first_row, num_rows;  // in q and out; without rows, tiles pass by unread
+  int position, length;     // of the first row in its sequence; of that
+  int low, high;            // tiles that some row sees; high is below low without rows
+  int tile_low, tile_high;  // of the item; tile_high is below 0 where there is no more work
+};
 
 // The sequences of a batch; tiles_before (tiles of queries in the sequences before) and starts have one entry more.
 struct Tables {
@@ -45,14 +64,13 @@ struct Walk {
   }
 };
 
-// Items are ordered by section of heads, then by sequence, from its end to its start (longest first), then by head:
-// heads that share keys run together.
-__host__ __device__ inline Item find_item(const Tables& tables, int num_sequences, int section_heads, int window,
-                                          int item_rows, int tile_keys, int index) {
-  const int per_section = tables.tiles_before[num_sequences] * section_heads;
-  const int section = index / per_section;
-  const int rest = index - section * per_section;
-  const int tile = rest / section_heads;
+// How items are cut. Sections: so many heads, or kv heads, are walked together.
+struct Cut {
+  int warpgroups, tile_keys, window;
+  int section_heads, heads_per_group;
+};
+
+__host__ __device__ inline int find_sequence(const Tables& tables, int num_sequences, int tile) {
   int low = 0, high = num_sequences;  // tiles_before[low] <= tile < tiles_before[high]
   while (high - low > 1) {
     const int middle = (low + high) >> 1;
@@ -62,37 +80,82 @@ __host__ __device__ inline Item find_item(const Tables& tables, int num_sequence
       high = middle;
     }
   }
-  const int row = (tables.tiles_before[low + 1] - 1 - tile) * item_rows;
-  const int num_queries = tables.starts[low + 1] - tables.starts[low];
-  Item item;
-  item.sequence = low;
-  item.head = section * section_heads + rest - tile * section_heads;
-  item.length = tables.lengths[low];
-  item.first_row = tables.starts[low] + row;
-  item.num_rows = smaller(item_rows, num_queries - row);
-  item.position = item.length - num_queries + row;
-  item.tile_high = (item.position + item.num_rows - 1) / tile_keys;
-  item.tile_low = larger(0, item.position - window + 1) / tile_keys;
-  return item;
+  return low;
 }
 
-// What one warpgroup has of an item: the position of its first row and the tiles that some row of it sees; high is
-// below low where the item ends before it.
-struct Reach {
-  int position, low, high;
-};
-
-__host__ __device__ inline Reach find_reach(const Item& item, int wg, int window, int tile_keys) {
-  Reach reach;
-  reach.position = item.position + wg * kRows;
-  reach.low = item.tile_low;
-  reach.high = item.tile_low - 1;
-  if (wg * kRows < item.num_rows) {
-    const int last = smaller(reach.position + kRows, item.position + item.num_rows) - 1;
-    reach.low = larger(0, reach.position - window + 1) / tile_keys;
-    reach.high = last / tile_keys;
+__host__ __device__ inline Piece piece_of(const Work& item, const Cut& cut, int head, int first_row, int num_rows,
+                                          int position) {
+  Piece piece{head, first_row, num_rows, position, item.length, item.tile_low, item.tile_low - 1};
+  piece.tile_low = item.tile_low;
+  piece.tile_high = item.tile_high;
+  if (num_rows > 0) {
+    piece.low = larger(0, position - cut.window + 1) / cut.tile_keys;
+    piece.high = (position + num_rows - 1) / cut.tile_keys;
   }
-  return reach;
+  return piece;
+}
+
+// Items are ordered by section of heads, then by sequence, from its end to its start (longest first), then by head:
+// heads that share keys run together.
+__host__ __device__ inline void find_item(const Tables& tables, int num_sequences, const Cut& cut, int index,
+                                          Item& item) {
+  const int per_section = tables.tiles_before[num_sequences] * cut.section_heads;
+  const int section = index / per_section;
+  const int rest = index - section * per_section;
+  const int tile = rest / cut.section_heads;
+  const int s = find_sequence(tables, num_sequences, tile);
+  const int item_rows = cut.warpgroups * kRows;
+  const int row = (tables.tiles_before[s + 1] - 1 - tile) * item_rows;
+  const int num_queries = tables.starts[s + 1] - tables.starts[s];
+  item.sequence = s;
+  item.head = section * cut.section_heads + rest - tile * cut.section_heads;
+  item.group = item.head / cut.heads_per_group;
+  item.length = tables.lengths[s];
+  item.first_row = tables.starts[s] + row;
+  item.num_rows = smaller(item_rows, num_queries - row);
+  item.position = item.length - num_queries + row;
+  item.tile_high = (item.position + item.num_rows - 1) / cut.tile_keys;
+  item.tile_low = larger(0, item.position - cut.window + 1) / cut.tile_keys;
+}
+
+__host__ __device__ inline Piece find_piece(const Item& item, const Cut& cut, int wg) {
+  const int row = wg * kRows;
+  return piece_of(item, cut, item.head, item.first_row + row, larger(0, smaller(kRows, item.num_rows - row)),
+                  item.position + row);
+}
+
+__host__ __device__ inline int num_grouped_items(int num_queries, const Cut& cut) {
+  return num_tiles(num_tiles(num_queries, kRows) * cut.heads_per_group, cut.warpgroups);
+}
+
+// In the same order, by kv head.
+__host__ __device__ inline void find_item(const Tables& tables, int num_sequences, const Cut& cut, int index,
+                                          GroupedItem& item) {
+  const int section_groups = cut.section_heads / cut.heads_per_group;
+  const int per_section = tables.tiles_before[num_sequences] * section_groups;
+  const int section = index / per_section;
+  const int rest = index - section * per_section;
+  const int tile = rest / section_groups;
+  const int s = find_sequence(tables, num_sequences, tile);
+  item.sequence = s;
+  item.group = section * section_groups + rest - tile * section_groups;
+  item.length = tables.lengths[s];
+  item.first_row = tables.starts[s];
+  item.num_rows = tables.starts[s + 1] - tables.starts[s];
+  item.last_piece = num_tiles(item.num_rows, kRows) * cut.heads_per_group - 1 -
+                    (tile - tables.tiles_before[s]) * cut.warpgroups;
+  const int begin = item.length - item.num_rows;
+  const int last_row = smaller((item.last_piece / cut.heads_per_group + 1) * kRows, item.num_rows) - 1;
+  item.position = begin + larger(0, item.last_piece - cut.warpgroups + 1) / cut.heads_per_group * kRows;
+  item.tile_high = (begin + last_row) / cut.tile_keys;
+  item.tile_low = larger(0, item.position - cut.window + 1) / cut.tile_keys;
+}
+
+__host__ __device__ inline Piece find_piece(const GroupedItem& item, const Cut& cut, int wg) {
+  const int number = larger(0, item.last_piece - wg), tile = number / cut.heads_per_group, row = tile * kRows;
+  const int num_rows = item.last_piece < wg ? 0 : smaller(kRows, item.num_rows - row);
+  return piece_of(item, cut, item.group * cut.heads_per_group + number - tile * cut.heads_per_group,
+                  item.first_row + row, num_rows, item.length - item.num_rows + row);
 }
 
 // Windowed layers: an item is one kv head and the positions 64 tile .. 64 tile + 63 of a sequence, of which the new
@@ -118,22 +181,14 @@ __host__ __device__ inline int num_window_tiles(int num_queries, int length) {
 __host__ __device__ inline WindowItem find_window_item(const Tables& tables, int num_sequences, int num_groups,
                                                        int window, int index) {
   const int tile = index / num_groups;
-  int low = 0, high = num_sequences;
-  while (high - low > 1) {
-    const int middle = (low + high) >> 1;
-    if (tables.tiles_before[middle] <= tile) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  const int length = tables.lengths[low];
-  const int first = length - (tables.starts[low + 1] - tables.starts[low]);  // position of the first new token
-  const int position = (first / kRows + tile - tables.tiles_before[low]) * kRows;
+  const int s = find_sequence(tables, num_sequences, tile);
+  const int length = tables.lengths[s];
+  const int first = length - (tables.starts[s + 1] - tables.starts[s]);  // position of the first new token
+  const int position = (first / kRows + tile - tables.tiles_before[s]) * kRows;
   WindowItem item;
-  item.sequence = low;
+  item.sequence = s;
   item.group = index - tile * num_groups;
-  item.first_row = tables.starts[low] + position - first;
+  item.first_row = tables.starts[s] + position - first;
   item.begin = larger(0, first - position);
   item.end = smaller(kRows, length - position);
   item.first_key = position + kRows - kWindowKeys;

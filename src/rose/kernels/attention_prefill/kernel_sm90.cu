@@ -1,8 +1,8 @@
 // Prefill attention for Hopper: bf16, head size 64, grouped queries, paged keys and values, sliding window, sinks.
 //
-// One block per multiprocessor walks a list of work items; an item is one query head and a tile of consecutive
-// query rows of one sequence. A producer warp copies the item's queries and its key and value tiles into shared
-// memory with TMA; each consumer warpgroup owns 64 rows and keeps its scores, its probabilities (which are the A
+// One block per multiprocessor walks a list of work items; an item is query rows of one sequence, all of one kv head
+// (items.cuh). A producer warp copies the item's queries and its key and value tiles into shared
+// memory with TMA; each consumer warpgroup owns a piece of 64 rows and keeps its scores, its probabilities (which are the A
 // operand of the second product as they stand) and its output in registers. Tiles of keys are walked from the
 // newest to the oldest, so that the causal mask is met first. The sink is where the running softmax starts: the
 // maximum begins at its logit and the sum at one.
@@ -51,6 +51,7 @@ struct Options {
   int parts = 1;         // products of scores per tile; the softmax of the first runs beside the second
   bool held = false;     // queries are held in registers
   int early = 0;         // steps of the second product that are issued after the turn is passed
+  bool grouped = false;  // an item's rows come from several heads: GroupedItem
 };
 
 // By number; VARIANTS in cuda_impl.py has the words. Compiled are those whose bit is set in ROSE_VARIANTS.
@@ -82,6 +83,7 @@ constexpr Options kVariants[] = {
     {3, 128, 4, true, 0, true, true, false, 1, false, 4},  // 24
     {3, 128, 4, true, 0, true, true, true, 1, false, 4},   // 25
     {3, 128, 4, true, 0, true, true, true, 2, false, 4},   // 26
+    {3, 128, 4, true, 0, true, true, true, 1, false, 0, true},  // 27
 };
 
 template <int kVariant>
@@ -98,13 +100,13 @@ struct Config {
   static constexpr int kParts = kOptions.parts;
   static constexpr bool kHeld = kOptions.held;
   static constexpr int kEarly = kOptions.early;
+  static constexpr bool kGrouped = kOptions.grouped;
   static_assert(kTile % (16 * kParts) == 0, "a part is whole steps of the second product");
   static_assert(kLate || (!kInteger && kParts == 1), "written for late only");
 
   static constexpr int kPart = kTile / kParts;
   static constexpr int kScores = kPart / 2;  // of a part, in one thread
   static constexpr int kThreads = (kWarpgroups + 1) * 128;
-  static constexpr int kItemRows = kWarpgroups * kRows;
   static constexpr int kBoxes = kTile / kRows;
   static constexpr int kTileBytes = kTile * kRowBytes;
   static constexpr int kQueryBytes = kQuerySlots * kWarpgroups * kBoxBytes;
@@ -114,8 +116,8 @@ struct Config {
   static constexpr int kProducerRegisters = kWarpgroups == 2 ? 40 : 32;
 
   static int shared_bytes(int num_sequences) {
-    return 1024 + kQueryBytes + 2 * kStages * kTileBytes + 8 * kNumBarriers + kItemSlots * 32 +
-           4 * 3 * (num_sequences + 1);
+    return 1024 + kQueryBytes + 2 * kStages * kTileBytes + 8 * kNumBarriers +
+           kItemSlots * kWarpgroups * int(sizeof(Piece)) + 4 * 3 * (num_sequences + 1);
   }
 };
 
@@ -126,7 +128,7 @@ struct Parameters {
   const float* sinks;
   __nv_bfloat16* out;
   int page_stride;  // columns from one sequence's row of the page table to the next
-  int num_sequences, num_heads, num_groups, page_tokens;
+  int num_sequences, num_heads, num_groups, heads_per_group, page_tokens;
   int window;
   int section_heads;  // heads walked together, so that their keys and values stay in L2
   float scale_log2, inverse_scale;
@@ -148,8 +150,8 @@ struct Shared {
   static constexpr uint32_t kKeys = C::kQueryBytes;
   static constexpr uint32_t kValues = kKeys + C::kStages * C::kTileBytes;
   static constexpr uint32_t kBarriers = kValues + C::kStages * C::kTileBytes;
-  static constexpr uint32_t kItems = (kBarriers + 8 * C::kNumBarriers + 15) & ~15u;
-  static constexpr uint32_t kTables = kItems + kItemSlots * 32;
+  static constexpr uint32_t kPieces = kBarriers + 8 * C::kNumBarriers;
+  static constexpr uint32_t kTables = kPieces + kItemSlots * C::kWarpgroups * sizeof(Piece);
 
   __device__ uint32_t query(int slot, int wg) const { return base + (slot * C::kWarpgroups + wg) * kBoxBytes; }
   __device__ uint32_t key(int stage) const { return base + kKeys + stage * C::kTileBytes; }
@@ -162,8 +164,8 @@ struct Shared {
   __device__ uint32_t key_empty(int stage) const { return key_full(stage) + 8 * C::kStages; }
   __device__ uint32_t value_full(int stage) const { return key_full(stage) + 16 * C::kStages; }
   __device__ uint32_t value_empty(int stage) const { return key_full(stage) + 24 * C::kStages; }
-  __device__ Item* item(uint8_t* raw, int slot) const {
-    return reinterpret_cast<Item*>(raw + (base - shared_address(raw)) + kItems) + slot;
+  __device__ Piece* piece(uint8_t* raw, int slot, int wg) const {
+    return reinterpret_cast<Piece*>(raw + (base - shared_address(raw)) + kPieces) + slot * C::kWarpgroups + wg;
   }
   __device__ int* tables(uint8_t* raw) const {
     return reinterpret_cast<int*>(raw + (base - shared_address(raw)) + kTables);
@@ -209,6 +211,49 @@ __device__ void count_tiles(const Parameters& p, const Tables& tables, Count cou
   }
 }
 
+template <class C>
+using ItemOf = std::conditional_t<C::kGrouped, GroupedItem, Item>;
+
+template <class C>
+__device__ __forceinline__ Cut cut_of(const Parameters& p) {
+  return {C::kWarpgroups, C::kTile, p.window, p.section_heads, p.heads_per_group};
+}
+
+template <class C>
+__device__ void count_items(const Parameters& p, const Tables& tables) {
+  const Cut cut = cut_of<C>(p);
+  count_tiles(p, tables, [&](int num_queries, int) {
+    return C::kGrouped ? num_grouped_items(num_queries, cut) : num_tiles(num_queries, C::kWarpgroups * kRows);
+  });
+}
+
+template <class C>
+__device__ __forceinline__ int num_items(const Parameters& p, const Tables& tables) {
+  return tables.tiles_before[p.num_sequences] * (C::kGrouped ? p.num_groups : p.num_heads);
+}
+
+// The producer warp hands item `index` (-1: no more work) to the warpgroups and starts the copy of its queries.
+template <class C>
+__device__ __forceinline__ void hand_out(const ItemOf<C>& item, int index, const Cut& cut, const Shared<C>& shared,
+                                         uint8_t* raw, const CUtensorMap* map_q, unsigned count,
+                                         const Place<kQuerySlots>& slot) {
+  const int lane = threadIdx.x & 31;
+  if (lane < C::kWarpgroups) {
+    mbarrier_wait(shared.query_empty(slot.stage, lane), slot.parity ^ 1);
+    const uint32_t full = shared.query_full(slot.stage, lane);
+    Piece& piece = *shared.piece(raw, count % kItemSlots, lane);
+    if (index < 0) {
+      piece.tile_high = -1;
+      mbarrier_arrive(full);
+    } else {
+      piece = find_piece(item, cut, lane);
+      mbarrier_arrive_expect(full, kBoxBytes);
+      tma_load_3d(shared.query(slot.stage, lane), map_q, full, 0, piece.head, piece.first_row);
+    }
+  }
+  __syncwarp();
+}
+
 // ---- producer: one warp ---------------------------------------------------------------------------------------
 
 template <class C>
@@ -216,43 +261,27 @@ __device__ void produce(const Parameters& p, const Shared<C>& shared, uint8_t* r
                         const CUtensorMap* map_kv) {
   const int lane = threadIdx.x & 31;
   const Tables tables(shared.tables(raw), p.num_sequences);
-  const int num_items = tables.tiles_before[p.num_sequences] * p.num_heads;
-  const int heads_per_group = p.num_heads / p.num_groups;
+  const Cut cut = cut_of<C>(p);
   Place<C::kStages> place;
   Place<kQuerySlots> slot;
   Walk walk{int(blockIdx.x), int(gridDim.x)};
   for (int count = 0;; ++count, slot.advance()) {
-    const int index = walk.next(num_items);
-    Item item{};
-    if (index >= 0) {
-      item = find_item(tables, p.num_sequences, p.section_heads, p.window, C::kItemRows, C::kTile, index);
-    }
-    if (lane < C::kWarpgroups) mbarrier_wait(shared.query_empty(slot.stage, lane), slot.parity ^ 1);
-    __syncwarp();
-    if (lane == 0) *shared.item(raw, count % kItemSlots) = item;
-    __syncwarp();
-    if (index < 0) {
-      if (lane < C::kWarpgroups) mbarrier_arrive(shared.query_full(slot.stage, lane));
-      break;
-    }
-    if (lane < C::kWarpgroups) {
-      mbarrier_arrive_expect(shared.query_full(slot.stage, lane), kBoxBytes);
-      tma_load_3d(shared.query(slot.stage, lane), map_q, shared.query_full(slot.stage, lane), 0, item.head,
-                  item.first_row + lane * kRows);
-    }
-    __syncwarp();
+    const int index = walk.next(num_items<C>(p, tables));
+    ItemOf<C> item;
+    if (index >= 0) find_item(tables, p.num_sequences, cut, index, item);
+    hand_out<C>(item, index, cut, shared, raw, map_q, count, slot);
+    if (index < 0) break;
     // Lane i copies box i of each tile. Pages that hold no token of any row's reach are not looked up: row -64 is
     // outside the tensor and reads as zeros, which a probability of zero cannot turn into NaN.
     const int* table = p.page_table + int64_t(item.sequence) * p.page_stride;
     const int first_page = max(0, item.position - p.window + 1) / p.page_tokens;
     const int end_page = (item.length + p.page_tokens - 1) / p.page_tokens;
-    const int group = item.head / heads_per_group;
     auto find_row = [&](int tile) {
       int token = tile * C::kTile + lane * kRows;
       int column = token / p.page_tokens;
       bool is_held = tile >= item.tile_low && lane < C::kBoxes && column >= first_page && column < end_page;
       int page = is_held ? table[column] : -1;
-      return page < 0 ? -1 : (page * 2 * p.num_groups + group) * p.page_tokens + token - column * p.page_tokens;
+      return page < 0 ? -1 : (page * 2 * p.num_groups + item.group) * p.page_tokens + token - column * p.page_tokens;
     };
     int row_ahead = find_row(item.tile_high);
     for (int tile = item.tile_high; tile >= item.tile_low; --tile, place.advance()) {
@@ -599,15 +628,12 @@ __device__ __forceinline__ void consume(const Parameters& p, const Shared<C>& sh
   for (unsigned count = 0;; ++count) {
     const int slot = count % kQuerySlots;
     mbarrier_wait(shared.query_full(slot, wg), count / kQuerySlots & 1);
-    const Item* item = shared.item(raw, count % kItemSlots);
-    const int num_rows = item->num_rows;
-    if (num_rows == 0) return;
-    const Reach reach = find_reach(*item, wg, p.window, C::kTile);
-    const bool is_idle = reach.high < reach.low;
-    const int position = reach.position, low = reach.low;
-    int tile = item->tile_high;
-    for (; tile > reach.high; --tile) skip_tile();
-    if (is_idle) {
+    const Piece* piece = shared.piece(raw, count % kItemSlots, wg);
+    int tile = piece->tile_high;
+    if (tile < 0) return;
+    const int position = piece->position, high = piece->high, low = piece->low;
+    for (; tile > high; --tile) skip_tile();
+    if (high < low) {
       release(shared.query_empty(slot, wg));
       continue;
     }
@@ -626,7 +652,7 @@ __device__ __forceinline__ void consume(const Parameters& p, const Shared<C>& sh
       }
       take_scores<C, kIndex>(s, r, p);
     };
-    const float sink = p.sinks[item->head] * p.inverse_scale;
+    const float sink = p.sinks[piece->head] * p.inverse_scale;
     r.maximum[0] = r.maximum[1] = fmaxf(sink, kLowest);
     // Each thread of a quad sums its own columns; one of them also holds the sink.
     r.sum[0] = r.sum[1] = (threadIdx.x & 3) == 0 ? exp2_mufu((sink - r.maximum[0]) * p.scale_log2) : 0.0f;
@@ -644,9 +670,9 @@ __device__ __forceinline__ void consume(const Parameters& p, const Shared<C>& sh
     take_part(std::integral_constant<int, 0>{});
     if constexpr (C::kParts == 2) take_part(std::integral_constant<int, 1>{});
     pack_probabilities<C>(s, packed);
-    if ((tile + 1) * C::kTile > item->length) {
+    if ((tile + 1) * C::kTile > piece->length) {
       mbarrier_wait(shared.value_full(stage(tiles)), parity(tiles));
-      clear_values(shared.value(stage(tiles)), item->length - tile * C::kTile, C::kTile, wg);
+      clear_values(shared.value(stage(tiles)), piece->length - tile * C::kTile, C::kTile, wg);
     }
     // Between: the scores of a tile beside the output of the one before it.
     profile.mark(kOutsideLoop);
@@ -700,9 +726,9 @@ __device__ __forceinline__ void consume(const Parameters& p, const Shared<C>& sh
     settle_probabilities();
     release(shared.value_empty(stage(tiles)));
     ++tiles;
-    __nv_bfloat16* out = p.out + (int64_t(item->first_row) * p.num_heads + item->head) * kHeadDim;
-    store_output(out, p.num_heads * kHeadDim, o, r.sum, wg * kRows + row, 0, item->num_rows);
-    for (; tile >= item->tile_low; --tile) skip_tile();
+    __nv_bfloat16* out = p.out + (int64_t(piece->first_row) * p.num_heads + piece->head) * kHeadDim;
+    store_output(out, p.num_heads * kHeadDim, o, r.sum, row, 0, piece->num_rows);
+    for (; tile >= piece->tile_low; --tile) skip_tile();
   }
 }
 
@@ -732,8 +758,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     }
     mbarrier_init_fence();
   }
-  count_tiles(p, Tables(shared.tables(raw), p.num_sequences),
-              [](int num_queries, int) { return num_tiles(num_queries, C::kItemRows); });
+  count_items<C>(p, Tables(shared.tables(raw), p.num_sequences));
   __syncthreads();
   if (threadIdx.x < 128) {
     registers_shrink<C::kProducerRegisters>();
@@ -883,9 +908,10 @@ extern "C" int launch_attention_prefill(const Call* call) {
   p.num_sequences = c.num_sequences;
   p.num_heads = c.num_heads;
   p.num_groups = c.num_groups;
+  p.heads_per_group = c.num_heads / c.num_groups;
   p.page_tokens = c.page_tokens;
   p.window = c.window > 0 ? c.window : kNoWindow;
-  p.section_heads = section_groups * (c.num_heads / c.num_groups);
+  p.section_heads = section_groups * p.heads_per_group;
   p.scale_log2 = c.scale * kLog2e;
   p.inverse_scale = 1.0f / c.scale;
   p.lazy_scores = kLazyLog2 / p.scale_log2;

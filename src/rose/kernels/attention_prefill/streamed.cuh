@@ -20,6 +20,7 @@ struct StreamOptions {
   int polynomial = 0;     // of every 8 pairs of exponentials, how many avoid the MUFU
   int pieces = 0;         // not 0: one tile of scores instead of two, taken in so many pieces
   bool turns = false;     // one tile of scores, and warpgroups take turns at issuing products
+  bool grouped = false;   // as in Options
 };
 
 constexpr int kFirstStreamed = 30;
@@ -32,6 +33,8 @@ constexpr StreamOptions kStreamed[] = {
     {3, 128, 4, false, false, 1, 1, true},  // 35
     {3, 128, 4, false, false, 0, 1, true},  // 36
     {3, 128, 4, false, false, 0, 2, true},  // 37
+    {3, 128, 4, false, false, 0, 1, true, true},  // 38
+    {3, 64, 8, false, true, 0, 0, false, true},   // 39
 };
 
 template <int kVariant>
@@ -45,12 +48,12 @@ struct StreamConfig {
   static constexpr int kPolynomial = kOptions.polynomial;
   static constexpr int kPieces = kOptions.pieces;
   static constexpr bool kTurns = kOptions.turns;
+  static constexpr bool kGrouped = kOptions.grouped;
   static_assert(kPieces ? !kHeld && !kEager : !kTurns, "written without");
   static_assert((kStages & (kStages - 1)) == 0, "places in the ring are low bits of a count");
 
   static constexpr int kParts = 1, kPart = kTile, kScores = kTile / 2, kEarly = 0;
   static constexpr int kThreads = (kWarpgroups + 1) * 128;
-  static constexpr int kItemRows = kWarpgroups * kRows;
   static constexpr int kBoxes = kTile / kRows;
   static constexpr int kTileBytes = kTile * kRowBytes;
   static constexpr int kQueryBytes = kQuerySlots * kWarpgroups * kBoxBytes;
@@ -59,8 +62,8 @@ struct StreamConfig {
   static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : 40;
 
   static int shared_bytes(int num_sequences) {
-    return 1024 + kQueryBytes + 2 * kStages * kTileBytes + 8 * kNumBarriers + kItemSlots * 32 +
-           4 * 3 * (num_sequences + 1);
+    return 1024 + kQueryBytes + 2 * kStages * kTileBytes + 8 * kNumBarriers +
+           kItemSlots * kWarpgroups * int(sizeof(Piece)) + 4 * 3 * (num_sequences + 1);
   }
 };
 
@@ -86,46 +89,30 @@ __device__ void produce_streamed(const Parameters& p, const Shared<C>& shared, u
                                  const CUtensorMap* map_kv) {
   const int lane = threadIdx.x & 31;
   const Tables tables(shared.tables(raw), p.num_sequences);
-  const int num_items = tables.tiles_before[p.num_sequences] * p.num_heads;
-  const int heads_per_group = p.num_heads / p.num_groups;
+  const Cut cut = cut_of<C>(p);
   const int value_step = p.num_groups * p.page_tokens;
   Place<C::kStages> place;
   Place<kQuerySlots> slot;
   Walk walk{int(blockIdx.x), int(gridDim.x)};
   for (int count = 0;; ++count, slot.advance()) {
-    const int index = walk.next(num_items);
-    Item item{};
-    if (index >= 0) {
-      item = find_item(tables, p.num_sequences, p.section_heads, p.window, C::kItemRows, C::kTile, index);
-    }
-    if (lane < C::kWarpgroups) mbarrier_wait(shared.query_empty(slot.stage, lane), slot.parity ^ 1);
-    __syncwarp();
-    if (lane == 0) *shared.item(raw, count % kItemSlots) = item;
-    __syncwarp();
-    if (index < 0) {
-      if (lane < C::kWarpgroups) mbarrier_arrive(shared.query_full(slot.stage, lane));
-      break;
-    }
-    if (lane < C::kWarpgroups) {
-      mbarrier_arrive_expect(shared.query_full(slot.stage, lane), kBoxBytes);
-      tma_load_3d(shared.query(slot.stage, lane), map_q, shared.query_full(slot.stage, lane), 0, item.head,
-                  item.first_row + lane * kRows);
-    }
-    __syncwarp();
+    const int index = walk.next(num_items<C>(p, tables));
+    ItemOf<C> item;
+    if (index >= 0) find_item(tables, p.num_sequences, cut, index, item);
+    hand_out<C>(item, index, cut, shared, raw, map_q, count, slot);
+    if (index < 0) break;
     // Each lane looks one box of 64 keys up, newest first, 32 ahead of those in hand. Pages that hold no token of any
     // row's reach are not looked up: row -64 is outside the tensor and reads as zeros, which a probability of zero
     // cannot turn into NaN.
     const int* table = p.page_table + int64_t(item.sequence) * p.page_stride;
     const int first_page = max(0, item.position - p.window + 1) / p.page_tokens;
     const int end_page = (item.length + p.page_tokens - 1) / p.page_tokens;
-    const int group = item.head / heads_per_group;
     const int newest = (item.tile_high + 1) * C::kBoxes - 1;
     const int num_boxes = __shfl_sync(~0u, (item.tile_high - item.tile_low + 1) * C::kBoxes, 0);
     auto find_row = [&](int box) {
       const int token = box * kRows, column = token / p.page_tokens;
       const bool is_held = box >= 0 && column >= first_page && column < end_page;
       const int page = is_held ? table[column] : -1;
-      return page < 0 ? -kRows : (page * 2 * p.num_groups + group) * p.page_tokens + token - column * p.page_tokens;
+      return page < 0 ? -kRows : (page * 2 * p.num_groups + item.group) * p.page_tokens + token - column * p.page_tokens;
     };
     int row_ahead = find_row(newest - lane), rows = 0;
     for (int box = 0; box < num_boxes; box += C::kBoxes, place.advance()) {
@@ -186,11 +173,11 @@ struct StreamRing {
   }
 };
 
-// What a warpgroup has of an item, the same in all its threads.
+// A warpgroup's piece, and what of it is known to be the same in all threads.
 struct Stretch {
-  const Item* item;
+  const Piece* piece;
   int slot;
-  int position, high, low;  // of its first row; tiles that some row of it sees
+  int position, high, low;
 };
 
 // attend(stretch) for every item that this warpgroup has rows of.
@@ -202,17 +189,16 @@ __device__ __forceinline__ void walk_items(const Parameters& p, StreamRing<C>& r
   for (unsigned count = 0;; ++count) {
     const int slot = count % kQuerySlots;
     mbarrier_wait(shared.query_full(slot, wg), count / kQuerySlots & 1);
-    const Item* item = shared.item(raw, count % kItemSlots);
-    if (uniform(item->num_rows) == 0) return;
-    const Reach reach = find_reach(*item, wg, p.window, C::kTile);
-    const int position = uniform(reach.position), high = uniform(reach.high), low = uniform(reach.low);
-    const int tile_high = uniform(item->tile_high), tile_low = uniform(item->tile_low);
+    const Piece* piece = shared.piece(raw, count % kItemSlots, wg);
+    const int tile_high = uniform(piece->tile_high), tile_low = uniform(piece->tile_low);
+    if (tile_high < 0) return;
+    const int position = uniform(piece->position), high = uniform(piece->high), low = uniform(piece->low);
     ring.skip(tile_high - high, wg);
     if (high < low) {
       ring.signal(shared.query_empty(slot, wg));
       continue;
     }
-    attend(Stretch{item, slot, position, high, low});
+    attend(Stretch{piece, slot, position, high, low});
     ring.skip(low - tile_low, wg);
   }
 }
@@ -315,11 +301,11 @@ __device__ __forceinline__ void settle_packed(uint32_t (&packed)[kSteps][4]) {
 
 // Divide by the sums and write the rows of a stretch.
 __device__ __forceinline__ void store_stretch(const Parameters& p, const Stretch& stretch, const float (&o)[32],
-                                              const Running& r, int wg) {
-  const Item* item = stretch.item;
-  const int row = wg * kRows + ((threadIdx.x >> 5) & 3) * 16 + (threadIdx.x & 31) / 4;
-  __nv_bfloat16* out = p.out + (int64_t(item->first_row) * p.num_heads + item->head) * kHeadDim;
-  store_output(out, p.num_heads * kHeadDim, o, r.sum, row, 0, item->num_rows);
+                                              const Running& r) {
+  const Piece* piece = stretch.piece;
+  const int row = ((threadIdx.x >> 5) & 3) * 16 + (threadIdx.x & 31) / 4;
+  __nv_bfloat16* out = p.out + (int64_t(piece->first_row) * p.num_heads + piece->head) * kHeadDim;
+  store_output(out, p.num_heads * kHeadDim, o, r.sum, row, 0, piece->num_rows);
 }
 
 // Two tiles of scores: those in hand and those that the tensor cores make meanwhile.
@@ -374,7 +360,7 @@ __device__ __forceinline__ void consume_streamed(const Parameters& p, const Shar
         pack_scores(s[kBuffer], packed[0]);
       }
     };
-    start_softmax(r, p, stretch.item->head);
+    start_softmax(r, p, stretch.piece->head);
 #pragma unroll
     for (int i = 0; i < 32; ++i) o[i] = 0.0f;
 
@@ -395,8 +381,8 @@ __device__ __forceinline__ void consume_streamed(const Parameters& p, const Shar
     r.sum[0] += sum[0];
     r.sum[1] += sum[1];
     pack_scores(s[0], packed[0]);
-    if ((high + 1) * C::kTile > stretch.item->length) {
-      clear_values(ring.value(ring.tiles), stretch.item->length - high * C::kTile, C::kTile, wg);
+    if ((high + 1) * C::kTile > stretch.piece->length) {
+      clear_values(ring.value(ring.tiles), stretch.piece->length - high * C::kTile, C::kTile, wg);
     }
     ++ring.tiles;
     profile.mark(kOutsideLoop);
@@ -464,7 +450,7 @@ __device__ __forceinline__ void consume_streamed(const Parameters& p, const Shar
     } else {
       finish(kSecond, tile);
     }
-    store_stretch(p, stretch, o, r, wg);
+    store_stretch(p, stretch, o, r);
   });
 }
 
@@ -507,7 +493,7 @@ __device__ __forceinline__ void consume_pieces(const Parameters& p, const Shared
         mask_edges<Piece>(piece(index), stretch, column, p.window);
       });
     };
-    start_softmax(r, p, stretch.item->head);
+    start_softmax(r, p, stretch.piece->head);
 #pragma unroll
     for (int i = 0; i < 32; ++i) o[i] = 0.0f;
     int tile = stretch.high;
@@ -525,8 +511,8 @@ __device__ __forceinline__ void consume_pieces(const Parameters& p, const Shared
     r.sum[0] += sum[0];
     r.sum[1] += sum[1];
     pack_scores(s, packed);
-    if ((tile + 1) * C::kTile > stretch.item->length) {
-      clear_values(ring.value(ring.tiles), stretch.item->length - tile * C::kTile, C::kTile, wg);
+    if ((tile + 1) * C::kTile > stretch.piece->length) {
+      clear_values(ring.value(ring.tiles), stretch.piece->length - tile * C::kTile, C::kTile, wg);
     }
     profile.mark(kOutsideLoop);
     for (--tile; tile >= stretch.low; --tile) {
@@ -561,7 +547,7 @@ __device__ __forceinline__ void consume_pieces(const Parameters& p, const Shared
     settle_packed(packed);
     ring.release(ring.tiles);
     ++ring.tiles;
-    store_stretch(p, stretch, o, r, wg);
+    store_stretch(p, stretch, o, r);
   });
 }
 
@@ -589,8 +575,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     }
     mbarrier_init_fence();
   }
-  count_tiles(p, Tables(shared.tables(raw), p.num_sequences),
-              [](int num_queries, int) { return num_tiles(num_queries, C::kItemRows); });
+  count_items<C>(p, Tables(shared.tables(raw), p.num_sequences));
   __syncthreads();
   if (threadIdx.x < 128) {
     registers_shrink<C::kProducerRegisters>();
