@@ -19,9 +19,13 @@
 //   in turns  a slab's products of both pieces are always on their way: while one piece is added the other is multiplied,
 //             and both are while the other slab's codes are expanded. Rows of a tile's window begin at a multiple of 4, so
 //             that two scales come with one load; up to three tokens before the tile's own are multiplied for nothing.
-// Count of a stage in turns (256 rows, 128 tokens), clocks of one of the four schedulers: tensor core 1024; issue
-// 2 x ~400 (128 FFMA, 144 for expansion, 32 scales, 16 products, ~80 others); integer pipe 2 x 290; shared memory 512 for
-// tokens, 128 codes, 300 to fill, 256 scales.
+// Count of a stage in turns (256 rows, 128 tokens), clocks of one of the four schedulers: tensor core 1024; issue 2 x 413
+// (128 FFMA, 144 for expansion, 41 loads, 16 products, the rest addresses and waits); integer pipe 2 x 2 x 157. Of shared
+// memory: 512 for tokens, 260 to fill, 128 for codes, 256 or 512 for scales (a load of two words by four lanes). A
+// consumer alone: 256 for two pieces on their way, ~250 for the expansion beside them, ~80 for each addition, the last two
+// of a stage in part without a product beside them: ~870.
+// Why not three consumers of 64 rows: 192 rows are 96 channels, another group of the SwiGLU's scales than the 128 of
+// every other format here, and 4/3 as many loads of scales and tokens for a product.
 #pragma once
 
 #include "prefill_fused.cuh"
