@@ -111,10 +111,13 @@ def test_mistakes_are_taken_back(right):
 
 @pytest.mark.parametrize(
     ("name", "task", "count"),
-    [("sinks ignored", "copy", 12), ("routing over all experts", "span_copy", 4)],
+    [("sinks ignored", "json", 16), ("routing over all experts", "copy", 12)],
 )
 def test_sinks_and_routing_cost_answers(right, name, task, count):
-    """Few: of 12 copies one more is wrong without sinks, of four passages one with wrong routing."""
+    """Three of 16 without sinks, one of 12 with wrong routing; the others stay right.
+
+    No matter of rounding: logits that led by 2.2 and more are behind by 0.16 to 2.0.
+    """
     wholes = [right.documents.whole(example) for example in held_out_set(task, count, seed=9)]
     answered = right.num_answered(wholes)
     with variants.BROKEN[name]():
@@ -147,6 +150,24 @@ def test_stored_log_probabilities_are_those_of_the_served_model(right, short_tex
         logprobs.compare(tmp_path, model, right.tokenizer)
 
 
+@pytest.fixture
+def only_english(right, monkeypatch):
+    """All fixed texts; what is compared from here on is the shortest, which is enough to tell the weights."""
+    texts = logprobs.fixed_texts(right.tokenizer)
+    monkeypatch.setattr(logprobs, "fixed_texts", lambda t: {"english": texts["english"]})
+    return texts
+
+
+def test_the_values_that_ship_are_of_these_texts_and_of_this_model(right, only_english):
+    stored = json.loads((EMBEDDED_MODEL / logprobs.FILE_NAME).read_text())["texts"]
+    assert {name: t["tokens"] for name, t in stored.items()} == {
+        name: logprobs._digest(token_ids) for name, token_ids in only_english.items()
+    }
+    model = LLMEngine.from_config(EngineConfig(model=str(EMBEDDED_MODEL), device="cpu")).model
+    [line] = logprobs.compare(EMBEDDED_MODEL, model, right.tokenizer).values()
+    assert line["largest_difference"] < 1e-3  # as above
+
+
 def test_one_fixed_text_is_longer_than_3000_tokens():
     from rose.frontend.tokenizer import FolderTokenizer
 
@@ -154,7 +175,7 @@ def test_one_fixed_text_is_longer_than_3000_tokens():
     assert len(logprobs.fixed_texts(tokenizer)["long"]) > 3000
 
 
-def test_the_command_compares_formats_and_writes_json(short_texts, tmp_path, capsys):
+def test_the_command_compares_formats_and_writes_json(only_english, tmp_path, capsys):
     path = tmp_path / "r.json"
     words = "eval --task arithmetic --task tool_call --count 2 --device cpu --weights mxfp4 --weights bf16"
     assert run([*words.split(), "--json", str(path)]) == 0
@@ -163,6 +184,7 @@ def test_the_command_compares_formats_and_writes_json(short_texts, tmp_path, cap
     assert [r["weights"] for r in found["runs"]] == ["mxfp4", "bf16"]
     # Both hold the same numbers here, so they answer alike.
     assert found["runs"][0]["tasks"] == found["runs"][1]["tasks"]
+    assert found["runs"][1]["texts"]["english"]["largest_difference"] < 1e-3
     assert "bf16 - mxfp4" in capsys.readouterr().out.replace("\n", "")
 
 
