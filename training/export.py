@@ -27,7 +27,7 @@ def _block(block: Block, at: str) -> dict[str, Tensor]:
     c = block.config
     q, kv = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim
     matrices, biases = block.qkv_proj.split([q, kv, kv]), block.qkv_bias.split([q, kv, kv])
-    named = {
+    named: dict[str, Tensor] = {
         at + "input_layernorm.weight": block.input_layernorm,
         at + "post_attention_layernorm.weight": block.post_attention_layernorm,
         at + "self_attn.o_proj.weight": block.o_proj,
@@ -54,6 +54,7 @@ def tensors(model: TrainableGptOss, mtp: MtpHead | None = None) -> dict[str, Ten
         "lm_head.weight": model.lm_head,
     }
     for n, block in enumerate(model.layers):
+        assert isinstance(block, Block)
         named |= _block(block, f"model.layers.{n}.")
     if mtp is not None:
         named |= {

@@ -51,10 +51,11 @@ class Muon(Optimizer):
                 if not self.state[p]:
                     self.state[p]["momentum"] = torch.zeros_like(p)
             kept = [self.state[p]["momentum"] for p in params]
-            torch._foreach_lerp_(kept, grads, 1 - group["momentum"])
-            wanted = torch._foreach_lerp(grads, kept, group["momentum"])
-            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-            self._add(params, wanted, group["rows"], group["lr"])
+            # The lists of torch, which its optimisers take and which it does not export.
+            torch._foreach_lerp_(kept, grads, 1 - group["momentum"])  # pyright: ignore[reportPrivateImportUsage]
+            wanted = torch._foreach_lerp(grads, kept, group["momentum"])  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])  # pyright: ignore[reportPrivateImportUsage]
+            self._add(params, list(wanted), group["rows"], group["lr"])
 
     def _add(
         self, params: list[nn.Parameter], wanted: list[Tensor], rows: int | None, lr: float

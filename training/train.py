@@ -81,7 +81,13 @@ class Settings:
 class Part:
     """One thing to train: parameters, and the loss of a batch."""
 
-    def __init__(self, name: str, module: nn.Module, settings: Settings, rate: float = 1.0) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: TrainableGptOss | MtpHead,
+        settings: Settings,
+        rate: float = 1.0,
+    ) -> None:
         self.name, self.module, self.settings = name, module.to(settings.device), settings
         self.losses: list[Tensor | float] = []
         by_kind: dict[str, list[nn.Parameter]] = {
@@ -317,11 +323,12 @@ class ModelPart(Part):
         head_steps: int | None = None,
     ) -> None:
         super().__init__(name, model, settings, rate)
+        self.model = model
         self.head, self.head_steps = head, head_steps
 
     def loss(self, batch: Tensors, done: float) -> tuple[Tensor, Tensor]:
         """Cross-entropy of learnt tokens, and the penalty on uneven routing."""
-        model = self.module
+        model = self.model
         model.is_rounded = done >= ROUNDED_FROM
         rows = model.rows(batch.positions, batch.docs)
         hidden, penalty = model(batch.tokens, rows)
@@ -423,6 +430,12 @@ def kind_of(name: str) -> str:
     return "table" if name in ("embed_tokens", "lm_head", "router") else "vector"
 
 
+def gradient(x: Tensor) -> Tensor:
+    """Return what the last backward pass left at a tensor that took part in it."""
+    assert x.grad is not None, "no part in the loss"
+    return x.grad
+
+
 def choose_tools(model: TrainableGptOss, wanted: str, device: str, shape: tuple[int, int]) -> Tools:
     """Return the fastest tools that work on this device; says what was found. `auto` tries one after the other."""
     for kind in ("block", "parts") if wanted == "auto" else (wanted,):
@@ -465,9 +478,9 @@ def layers_difference(
             with torch.autocast("cuda", torch.bfloat16, enabled=device != "cpu"):
                 out, _ = layer(entering, model.rows(positions, docs), tried, True)
             (out * probe).sum().backward()
-            grads = [p.grad.clone() for p in layer.parameters()]
+            grads = [gradient(p).clone() for p in layer.parameters()]
             # Without the stream that passes by, which would hide the rest.
-            found.append([out.detach() - x, entering.grad - probe, *grads])
+            found.append([out.detach() - x, gradient(entering) - probe, *grads])
         pairs = zip(*found, strict=True)
         worst = max(worst, *(float((a - b).norm() / (a.norm() + 1e-9)) for a, b in pairs))
     model.tools = kept
@@ -604,7 +617,7 @@ def main(words: list[str] | None = None) -> None:
         active=active_parameters(config),
         active_draft=active_parameters(draft_config),
     )
-    steps = dict(zip(SHARES, arguments.steps or (None,) * 3, strict=True))
+    steps: dict[str, int | None] = dict(zip(SHARES, arguments.steps or (None,) * 3, strict=True))
     head = MtpPart(mtp, model, settings)
     is_beside = {"model", "mtp"} <= set(arguments.parts)
     parts = {

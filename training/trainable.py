@@ -82,8 +82,12 @@ def compiled(kind: str) -> Tools:
             flex=flex_attention,
             body=torch.compile(Block.body, dynamic=False),
         )
-    functions = (rounding_to_mxfp4, norm, rotate, activate)
-    tools = Tools(*(torch.compile(f, dynamic=False) for f in functions))
+    tools = Tools(
+        rounding=torch.compile(rounding_to_mxfp4, dynamic=False),
+        norm=torch.compile(norm, dynamic=False),
+        rotate=torch.compile(rotate, dynamic=False),
+        activate=torch.compile(activate, dynamic=False),
+    )
     if kind == "parts":
         tools.flex = torch.compile(flex_attention, dynamic=False)
     return tools
