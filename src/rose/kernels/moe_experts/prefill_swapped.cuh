@@ -324,7 +324,7 @@ __device__ __forceinline__ void multiply_stage_in_turns(float (&total)[2][2][kN 
     multiply<kN, kSteps>(part[piece], a[0], advance(x, kN * kBlockK * piece));
     wgmma_commit();
   }
-  // Always taken; without a branch ptxas expands behind the wait.
+  // Always taken, here and below: without a branch ptxas puts the work behind the next wait.
   if (is_filled) expand<P, kSteps>(a[1], 1, codes, offsets, table);
 #pragma unroll
   for (int piece = 0; piece < 2; ++piece) {
@@ -344,8 +344,7 @@ __device__ __forceinline__ void multiply_stage_in_turns(float (&total)[2][2][kN 
   }
   wgmma_wait<1>();
   settle(part[0]);
-  promote<kN>(total[1][0], part[0], scales);
-  settle(total[1][0]);
+  if (is_filled) promote<kN>(total[1][0], part[0], scales);
   wgmma_wait<0>();
   settle(part[1]);
   promote<kN>(total[1][1], part[1], scales + 4 * kN);
