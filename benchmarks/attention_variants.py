@@ -1,6 +1,6 @@
 """Check, then time, variants of the CUDA prefill attention on this GPU; JSON lines out.
 
-usage: python benchmarks/attention_variants.py [--variants 13,27,40] [--tokens 8192,32768] [--rounds 3] [--last 128000]
+usage: python benchmarks/attention_variants.py [--variants 36,38,40] [--tokens 8192,32768] [--rounds 3] [--last 128000]
                                                [--seconds N] [--also triton] [--json FILE] [--seed N]
 Every variant is compiled for itself, all at once. Checks run a build that traps after two seconds where it would
 hang; a variant that hangs or faults ends its process, and the parent goes on without it. Those that are right are
@@ -76,8 +76,8 @@ CHECKS += [
 
 PIPES = ("ex2", "ex2_bf16x2", "fma", "max", "max3", "pack", "shuffle")
 PHASES = ("data", "turn", "scores", "softmax", "output", "pack", "outside")
-WINDOWED = (8, 23, 40)
-"""Variants that serve windowed layers; timed only there."""
+WINDOWED = (40,)
+"""Variants that serve narrow windows only; timed only there."""
 
 
 def library(variant, *defines):
@@ -447,8 +447,7 @@ def numbers(text):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    wanted = [13, 27, 36, 38, 30, 32, 39, 31, 33, 37, 8, 40]
-    parser.add_argument("--variants", type=numbers, default=wanted)
+    parser.add_argument("--variants", type=numbers, default=list(cuda_impl.VARIANTS))
     parser.add_argument("--right", type=numbers, default=[])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0, help="0: as long as it takes")

@@ -9,7 +9,6 @@ inline float exp2_mufu(float x) {
   const float y = std::exp2(x);
   return y < 1.17549435e-38f ? 0.0f : y;  // .ftz
 }
-inline float exp2_polynomial(float x) { return exp2_mufu(std::max(x, -126.0f)); }
 
 inline void load_matrices(uint32_t (&d)[4], uint32_t address) {
   const int lane = int(threadIdx.x) % 32;

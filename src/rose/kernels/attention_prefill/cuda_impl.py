@@ -18,61 +18,27 @@ from rose.kernels.build import CudaLibrary
 from rose.kernels.registry import Band, Implementation, Sizes, register
 
 VARIANTS = {
-    1: "2 warpgroups, 128 keys",
-    2: "2 warpgroups, 128 keys, turns",
-    3: "3 warpgroups, 128 keys",
-    4: "3 warpgroups, 128 keys, turns",
-    5: "3 warpgroups, 128 keys, turns, polynomial",
-    6: "3 warpgroups, 128 keys, turns, lazy",
-    7: "3 warpgroups, 128 keys, turns, polynomial, lazy",
-    8: "3 warpgroups, 64 keys",
-    9: "2 warpgroups, 192 keys, turns",
-    10: "2 warpgroups, 192 keys, turns, polynomial, lazy",
-    11: "2 warpgroups, 64 keys",
-    12: "3 warpgroups, 128 keys, turns, late",
-    13: "3 warpgroups, 128 keys, turns, late, integer",
-    14: "3 warpgroups, 128 keys, late",
-    15: "3 warpgroups, 128 keys, turns, late, polynomial of 1/8",
-    16: "3 warpgroups, 128 keys, turns, late, 2 parts",
-    17: "3 warpgroups, 128 keys, turns, late, integer, 2 parts",
-    18: "4 warpgroups, 64 keys, late",
-    19: "4 warpgroups, 64 keys, turns, late",
-    20: "4 warpgroups, 64 keys, late, integer",
-    21: "2 warpgroups, 128 keys, turns, late, queries held",
-    22: "2 warpgroups, 128 keys, late, integer, 2 parts, queries held",
-    23: "3 warpgroups, 64 keys, late, integer",
-    24: "3 warpgroups, 128 keys, turns passed early, late",
-    25: "3 warpgroups, 128 keys, turns passed early, late, integer",
-    26: "3 warpgroups, 128 keys, turns passed early, late, integer, 2 parts",
-    27: "3 warpgroups, 128 keys, turns, late, integer, grouped",
-    30: "streamed, 3 warpgroups, 64 keys",
-    31: "streamed, 3 warpgroups, 64 keys, queries held",
-    32: "streamed, 3 warpgroups, 64 keys, packed at once",
-    33: "streamed, 2 warpgroups, 128 keys",
-    34: "streamed, 3 warpgroups, 64 keys, packed at once, polynomial of 1/8",
-    35: "no maxima, 3 warpgroups, 128 keys, turns, polynomial of 1/8",
-    36: "no maxima, 3 warpgroups, 128 keys, turns",
-    37: "no maxima, 3 warpgroups, 128 keys, turns, 2 pieces",
-    38: "no maxima, 3 warpgroups, 128 keys, turns, grouped",
-    39: "streamed, 3 warpgroups, 64 keys, packed at once, grouped",
-    40: "window at once, 3 warpgroups",
+    36: "128 keys, turns",
+    38: "128 keys, turns, grouped",
+    39: "64 keys, ahead, grouped",
+    40: "window at once",
 }
-"""What the numbers given to `launch_attention_prefill` mean: kVariants in kernel_sm90.cu, streamed.cuh, window.cuh."""
+"""What the numbers given to `launch_attention_prefill` mean: kVariants in streamed.cuh, and window.cuh."""
 
-STREAMED = range(30, 40)
-"""Numbers of streamed.cuh; not all are taken."""
-
-FULL_VARIANT = 13
+FULL_VARIANT = 36
 WINDOW_VARIANT = 40
-WIDE_WINDOW_VARIANT = 8
 MAX_WINDOW = 129
-"""The widest that WINDOW_VARIANT serves: kMaxWindow of items.cuh. Others get WIDE_WINDOW_VARIANT."""
+"""The widest that WINDOW_VARIANT serves: kMaxWindow of items.cuh. Wider ones get FULL_VARIANT."""
 
-_PRODUCER = "in the producer, which has 32 registers and waits for tiles; none in consumers"
-SPILLS = {"ConfigILi13E": (16, _PRODUCER), "ConfigILi8E": (20, _PRODUCER)}
+SPILLS = {
+    "ConfigILi36E": (
+        28,
+        "in the producer, which has 32 registers and waits for tiles; none in consumers",
+    )
+}
 """For `python -m rose.kernels aot`: bytes and reason, by a part of the kernel's name."""
 
-BOUND = (FULL_VARIANT, WINDOW_VARIANT, WIDE_WINDOW_VARIANT)
+BOUND = (FULL_VARIANT, WINDOW_VARIANT)
 SOURCE = Path(__file__).with_name("kernel_sm90.cu")
 CALL = Struct("@8P2q9if")
 """`Call` of kernel_sm90.cu: packed, as one argument is cheaper than 21."""
@@ -90,9 +56,8 @@ _launch = _library.launcher("launch_attention_prefill", "p")
 
 def bound_variant(window_tokens: int | None) -> int:
     """Return the variant that serves layers with this window."""
-    if window_tokens is None:
-        return FULL_VARIANT
-    return WINDOW_VARIANT if window_tokens <= MAX_WINDOW else WIDE_WINDOW_VARIANT
+    is_narrow = window_tokens is not None and window_tokens <= MAX_WINDOW
+    return WINDOW_VARIANT if is_narrow else FULL_VARIANT
 
 
 @cache

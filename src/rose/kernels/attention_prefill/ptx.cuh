@@ -11,26 +11,6 @@ __device__ __forceinline__ float exp2_mufu(float x) {
   return y;
 }
 
-// 2^x for x <= 127 on the FMA pipe: nearest integer by the magic sum 1.5 * 2^23, whose low bits then are that
-// integer; a cubic for the rest in [-0.5, 0.5], fitted for least relative error (7.5e-5, a twenty-sixth of the
-// rounding of the result to bf16).
-__device__ __forceinline__ float exp2_polynomial(float x) {
-  // One block of assembly, so that the compiler does not spread it over the tile and run out of registers.
-  float y;
-  asm("{\n.reg .f32 x, shifted, rest, y;\n.reg .b32 a, b;\n"
-      "max.ftz.f32 x, %1, 0fC2FC0000;\n"              // -126
-      "add.rn.ftz.f32 shifted, x, 0f4B400000;\n"      // 1.5 * 2^23
-      "add.rn.ftz.f32 rest, shifted, 0fCB400000;\n"
-      "sub.rn.ftz.f32 rest, x, rest;\n"
-      "fma.rn.ftz.f32 y, rest, %2, %3;\n"
-      "fma.rn.ftz.f32 y, y, rest, %4;\n"
-      "fma.rn.ftz.f32 y, y, rest, %5;\n"
-      "mov.b32 a, y;\nmov.b32 b, shifted;\nshl.b32 b, b, 23;\nadd.s32 a, a, b;\nmov.b32 %0, a;\n}"
-      : "=f"(y)
-      : "f"(x), "f"(0.05517169f), "f"(0.24261117f), "f"(0.69326099f), "f"(0.99992807f));
-  return y;
-}
-
 // Four 8x8 matrices of 16-bit elements, one after the other in `d`: lane l gives the address of row l % 8 of matrix
 // l / 8 (16 bytes, aligned) and receives elements 2 (l % 4) and the next of its row l / 4.
 __device__ __forceinline__ void load_matrices(uint32_t (&d)[4], uint32_t address) {

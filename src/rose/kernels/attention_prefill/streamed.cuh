@@ -1,65 +1,52 @@
-// Full layers without maxima: scores are made two tiles ahead. Part of kernel_sm90.cu.
+// Layers without a window, or with a wide one: a running softmax without maxima. Part of kernel_sm90.cu.
 //
 // A probability is rounded to bf16, which has the exponents of float32: what it is relative to decides its accuracy
 // only where it leaves their range. So the maximum of a row's first tile stays until a tile's sums say that some score
 // lies far above it; that tile's scores are made again, warp by warp, and the maximum is raised. Exponentials then
-// need nothing but their own score, and while those of one tile are made, the tensor cores have the output of the tile
-// before and the scores of the tile after.
+// need nothing but their own score.
 #pragma once
 
 // A thread's sum of a tile's probabilities, from which on its maximum is raised. Sums of 2^20 keys stay finite, and
 // a probability that is lost beside it (2^-126) is lost in float32 too.
 constexpr float kTrustedSum = 18446744073709551616.0f;  // 2^64
 
-struct StreamOptions {
-  int warpgroups;
-  int tile;               // keys of a tile; keys and values of one share a barrier
-  int stages;
-  bool held;              // queries are held in registers
-  bool eager;             // probabilities are packed as they are made, into registers of their own
-  int polynomial = 0;     // of every 8 pairs of exponentials, how many avoid the MUFU
-  int pieces = 0;         // not 0: one tile of scores instead of two, taken in so many pieces
-  bool turns = false;     // one tile of scores, and warpgroups take turns at issuing products
-  bool grouped = false;   // as in Options
+// What may vary; every combination computes the same thing.
+struct Options {
+  int tile;      // keys of a tile; keys and values of one share a barrier
+  int stages;    // tiles of keys, and of values, in shared memory
+  bool ahead;    // two tiles of scores; otherwise one, and warpgroups take turns at issuing products
+  bool grouped;  // an item's rows come from several heads: GroupedItem
 };
 
-constexpr int kFirstStreamed = 30;
-constexpr StreamOptions kStreamed[] = {
-    {3, 64, 8, false, false},    // 30
-    {3, 64, 8, true, false},     // 31
-    {3, 64, 8, false, true},     // 32
-    {2, 128, 4, false, false},   // 33
-    {3, 64, 8, false, true, 1},  // 34
-    {3, 128, 4, false, false, 1, 1, true},  // 35
-    {3, 128, 4, false, false, 0, 1, true},  // 36
-    {3, 128, 4, false, false, 0, 2, true},  // 37
-    {3, 128, 4, false, false, 0, 1, true, true},  // 38
-    {3, 64, 8, false, true, 0, 0, false, true},   // 39
+// By number; VARIANTS in cuda_impl.py has the words. Compiled are those whose bit is set in ROSE_VARIANTS.
+constexpr int kFirstVariant = 36;
+constexpr Options kVariants[] = {
+    {128, 4, false, false},  // 36
+    {},                      // 37: gone
+    {128, 4, false, true},   // 38
+    {64, 8, true, true},     // 39
 };
 
 template <int kVariant>
-struct StreamConfig {
-  static constexpr StreamOptions kOptions = kStreamed[kVariant - kFirstStreamed];
-  static constexpr int kWarpgroups = kOptions.warpgroups;
+struct Config {
+  static constexpr Options kOptions = kVariants[kVariant - kFirstVariant];
+  static constexpr int kWarpgroups = 3;  // consumers
   static constexpr int kTile = kOptions.tile;
   static constexpr int kStages = kOptions.stages;
-  static constexpr bool kHeld = kOptions.held;
-  static constexpr bool kEager = kOptions.eager;
-  static constexpr int kPolynomial = kOptions.polynomial;
-  static constexpr int kPieces = kOptions.pieces;
-  static constexpr bool kTurns = kOptions.turns;
+  static constexpr bool kAhead = kOptions.ahead;
+  static constexpr bool kTurns = !kAhead;
   static constexpr bool kGrouped = kOptions.grouped;
-  static_assert(kPieces ? !kHeld && !kEager : !kTurns, "written without");
   static_assert((kStages & (kStages - 1)) == 0, "places in the ring are low bits of a count");
 
-  static constexpr int kParts = 1, kPart = kTile, kScores = kTile / 2, kEarly = 0;
+  static constexpr int kScores = kTile / 2;  // of a tile, in one thread
   static constexpr int kThreads = (kWarpgroups + 1) * 128;
   static constexpr int kBoxes = kTile / kRows;
   static constexpr int kTileBytes = kTile * kRowBytes;
   static constexpr int kQueryBytes = kQuerySlots * kWarpgroups * kBoxBytes;
-  static constexpr int kNumBarriers = 4 * kWarpgroups + 4 * kStages;
-  static constexpr int kConsumerRegisters = kWarpgroups == 3 ? 160 : 232;
-  static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : 40;
+  static constexpr int kNumBarriers = 4 * kWarpgroups + 2 * kStages;
+  // Registers: 65536 / kThreads at launch, then producers hand theirs to consumers.
+  static constexpr int kConsumerRegisters = 160;
+  static constexpr int kProducerRegisters = 32;
 
   static int shared_bytes(int num_sequences) {
     return 1024 + kQueryBytes + 2 * kStages * kTileBytes + 8 * kNumBarriers +
@@ -120,8 +107,8 @@ __device__ void produce_streamed(const Parameters& p, const Shared<C>& shared, u
         rows = row_ahead;
         row_ahead = find_row(newest - lane - box - 32);
       }
-      mbarrier_wait(shared.key_empty(place.stage), place.parity ^ 1);
-      const uint32_t full = shared.key_full(place.stage);
+      mbarrier_wait(shared.tile_empty(place.stage), place.parity ^ 1);
+      const uint32_t full = shared.tile_full(place.stage);
       if (lane == 0) mbarrier_arrive_expect(full, 2 * C::kTileBytes);
 #pragma unroll
       for (int i = 0; i < C::kBoxes; ++i) {
@@ -136,10 +123,13 @@ __device__ void produce_streamed(const Parameters& p, const Shared<C>& shared, u
     }
   }
   // Stay until every tile is consumed, so that a stuck consumer meets the watchdog here.
-  for (int i = 0; i < C::kStages; ++i, place.advance()) mbarrier_wait(shared.key_empty(place.stage), place.parity ^ 1);
+  for (int i = 0; i < C::kStages; ++i, place.advance()) mbarrier_wait(shared.tile_empty(place.stage), place.parity ^ 1);
 }
 
 // ---- consumers ------------------------------------------------------------------------------------------------
+
+// Whether this lane arrives for its warp: mbarrier_arrive_warp, the lane known beforehand.
+__device__ __forceinline__ bool is_arriving() { return kWarpArrivals > 1 || (threadIdx.x & 31) == 0; }
 
 // The ring of tiles as a consumer warp sees it; `tiles` is what it counts by.
 template <class C>
@@ -150,11 +140,11 @@ struct StreamRing {
 
   __device__ uint32_t key(unsigned n) const { return shared.key(n % C::kStages); }
   __device__ uint32_t value(unsigned n) const { return shared.value(n % C::kStages); }
-  __device__ void wait(unsigned n) const { mbarrier_wait(shared.key_full(n % C::kStages), n / C::kStages & 1); }
+  __device__ void wait(unsigned n) const { mbarrier_wait(shared.tile_full(n % C::kStages), n / C::kStages & 1); }
   __device__ void signal(uint32_t barrier) const {
     if (is_signaller) mbarrier_arrive(barrier);
   }
-  __device__ void release(unsigned n) const { signal(shared.key_empty(n % C::kStages)); }
+  __device__ void release(unsigned n) const { signal(shared.tile_empty(n % C::kStages)); }
   // Turns: barrier 1 + i opens warpgroup i, once per tile of an item, also where it has nothing to compute.
   __device__ void take_turn(int wg) const {
     if constexpr (C::kTurns) named_sync(1 + wg, 256);
@@ -166,7 +156,7 @@ struct StreamRing {
     for (; more > 0; --more, ++tiles) {
       take_turn(wg);
       pass_turn(wg);
-      wait_together(shared.key_full(tiles % C::kStages), tiles / C::kStages & 1);
+      wait_together(shared.tile_full(tiles % C::kStages), tiles / C::kStages & 1);
       release(tiles);
     }
     tiles = uniform(tiles);
@@ -211,10 +201,10 @@ __device__ __forceinline__ void start_softmax(Running& r, const Parameters& p, i
   r.sum[0] = r.sum[1] = (threadIdx.x & 3) == 0 ? exp2_mufu((sink - r.maximum[0]) * p.scale_log2) : 0.0f;
 }
 
-// Mask scores of C::kPart columns from `column` on, where some row must not see all of them.
+// Mask scores of C::kTile columns from `column` on, where some row must not see all of them.
 template <class C>
 __device__ __forceinline__ void mask_edges(float (&s)[C::kScores], const Stretch& stretch, int column, int window) {
-  if (column + C::kPart - 1 > stretch.position || column <= stretch.position + kRows - 1 - window) {
+  if (column + C::kTile - 1 > stretch.position || column <= stretch.position + kRows - 1 - window) {
     const int row = ((threadIdx.x >> 5) & 3) * 16 + (threadIdx.x & 31) / 4;
     const int last = stretch.position + row - column - 2 * int(threadIdx.x & 3);
     mask_scores<C>(s, {last, last + 8}, window);
@@ -235,26 +225,19 @@ __device__ __forceinline__ void raise_maxima(const float (&s)[C::kScores], Runni
   }
 }
 
-// The scores of one warp's rows and C::kPart keys, without its warpgroup.
-template <class C, class Q>
-__device__ __forceinline__ void score_again(float (&s)[C::kScores], const Queries<Q>& query, uint32_t queries,
-                                            uint32_t keys) {
+// The scores of one warp's rows, without its warpgroup.
+template <class C>
+__device__ __forceinline__ void score_again(float (&s)[C::kScores], uint32_t queries, uint32_t keys) {
   const int lane = threadIdx.x & 31, key = (lane >> 4) * 8 + (lane & 7), half = lane >> 3 & 1;
+  const int row = (threadIdx.x >> 5 & 3) * 16 + (lane & 15);
 #pragma unroll
   for (int i = 0; i < C::kScores; ++i) s[i] = 0.0f;
 #pragma unroll
   for (int k = 0; k < kHeadDim / 16; ++k) {
-    uint32_t fetched[4];
-    if constexpr (!Q::kHeld) Queries<Q>::load(fetched, queries, k);
-    const uint32_t(&a)[4] = [&]() -> const uint32_t(&)[4] {
-      if constexpr (Q::kHeld) {
-        return query.held[k];
-      } else {
-        return fetched;
-      }
-    }();
+    uint32_t a[4];  // elements 16k to 16k + 15 of this warp's rows
+    load_matrices(a, queries + row * kRowBytes + (((2 * k + (lane >> 4)) ^ (row & 7)) << 4));
 #pragma unroll
-    for (int j = 0; j < C::kPart / 8; j += 2) {
+    for (int j = 0; j < C::kTile / 8; j += 2) {
       uint32_t b[4];
       load_matrices(b, keys + (8 * j + key) * kRowBytes + (((2 * k + half) ^ (key & 7)) << 4));
       multiply_bf16(s + 4 * j, a, b[0], b[1]);
@@ -263,20 +246,18 @@ __device__ __forceinline__ void score_again(float (&s)[C::kScores], const Querie
   }
 }
 
-// Scores become probabilities, in `packed` too unless it is null; redo(s) makes the scores again where the maxima have
-// to be raised. Products on `o` may be in flight, others' results are not touched.
-template <class C, class Pack, class Redo>
+// Scores become probabilities; redo(s) makes the scores again where the maxima have to be raised. Products on `o` may be
+// in flight, others' results are not touched.
+template <class C, class Redo>
 __device__ __forceinline__ void take_trusting(float (&s)[C::kScores], float (&o)[32], Running& r, const Parameters& p,
-                                              Pack pack, Redo redo) {
+                                              Redo redo) {
   float sum[2];
   exponentiate<C>(s, r.maximum, p, sum);
-  pack();
   // Also where a sum is infinite. Besides, no wait after this branch is moved above the exponentials.
   if (__builtin_expect(__any_sync(~0u, !(sum[0] + sum[1] < kTrustedSum)), 0)) {
     redo();
     raise_maxima<C>(s, r, p);
     exponentiate<C>(s, r.maximum, p, sum);
-    pack();
     wgmma_wait<0>();
     settle(o);
 #pragma unroll
@@ -310,55 +291,39 @@ __device__ __forceinline__ void store_stretch(const Parameters& p, const Stretch
 
 // Two tiles of scores: those in hand and those that the tensor cores make meanwhile.
 template <class C>
-__device__ __forceinline__ void consume_streamed(const Parameters& p, const Shared<C>& shared, uint8_t* raw,
+__device__ __forceinline__ void consume_ahead(const Parameters& p, const Shared<C>& shared, uint8_t* raw,
                                                  const int wg) {
-  // HAZARD: registers, as in `consume`.
+  // HAZARD: registers. A thread has 160, of which the arrays take 128; so little else is kept across the loop over
+  // tiles, and the rest is read again from the piece.
   constexpr std::integral_constant<int, 0> kFirst;
   constexpr std::integral_constant<int, 1> kSecond;
   float s[2][C::kScores], o[32];
-  uint32_t packed[C::kEager ? 2 : 1][C::kTile / 16][4];
+  uint32_t packed[C::kTile / 16][4];
   Running r;
-  Queries<C> query;
   Profile profile;
-  StreamRing<C> ring{shared, (threadIdx.x & 31) == 0};  // counts up to the tile whose exponentials are due
+  StreamRing<C> ring{shared, is_arriving()};  // counts up to the tile whose exponentials are due
   profile.start();
   walk_items<C>(p, ring, raw, wg, [&](const Stretch& stretch) {
     const int high = stretch.high, low = stretch.low;
     const uint32_t queries = shared.query(stretch.slot, wg);
-    query.take(queries);
-    if constexpr (C::kHeld) {
-      __syncwarp();
-      ring.signal(shared.query_empty(stretch.slot, wg));
-    }
+    const uint64_t query = descriptor_swizzle128(queries);
     auto take = [&](auto buffer, int tile) {
       constexpr int kBuffer = decltype(buffer)::value;
       settle(s[kBuffer]);
       mask_edges<C>(s[kBuffer], stretch, tile * C::kTile, p.window);
-      auto pack = [&] {
-        if constexpr (C::kEager) pack_scores(s[kBuffer], packed[kBuffer]);
-      };
-      take_trusting<C>(s[kBuffer], o, r, p, pack, [&] {
-        score_again<C>(s[kBuffer], query, queries, ring.key(ring.tiles));
+      take_trusting<C>(s[kBuffer], o, r, p, [&] {
+        score_again<C>(s[kBuffer], queries, ring.key(ring.tiles));
         mask_edges<C>(s[kBuffer], stretch, tile * C::kTile, p.window);
       });
     };
-    auto issue_output_of = [&](unsigned n, auto buffer) {
-      constexpr int kBuffer = C::kEager ? decltype(buffer)::value : 0;
-      issue_output<C>(o, packed[kBuffer], ring.value(n), [] {});
-    };
-    // After a wait: the output of the tile before is there (eager: of the one before that).
-    auto finish_output = [&](int tile, auto buffer) {
+    // After a wait: the output of the tile before is there.
+    auto finish_output = [&](auto buffer) {
       constexpr int kBuffer = decltype(buffer)::value;
-      if constexpr (C::kEager) {
-        settle_packed(packed[kBuffer]);
-        if (tile + 2 <= high) ring.release(ring.tiles - 2);
-      } else {
-        settle(o);
-        settle_packed(packed[0]);
-        ring.release(ring.tiles - 1);
-        settle(s[kBuffer]);
-        pack_scores(s[kBuffer], packed[0]);
-      }
+      settle(o);
+      settle_packed(packed);
+      ring.release(ring.tiles - 1);
+      settle(s[kBuffer]);
+      pack_scores(s[kBuffer], packed);
     };
     start_softmax(r, p, stretch.piece->head);
 #pragma unroll
@@ -370,8 +335,8 @@ __device__ __forceinline__ void consume_streamed(const Parameters& p, const Shar
     ring.wait(ring.tiles);
     ring.wait(second);
     wgmma_fence();
-    issue_part<C>(s[0], query, ring.key(ring.tiles));
-    issue_part<C>(s[1], query, ring.key(second));
+    issue_scores<C>(s[0], query, ring.key(ring.tiles));
+    issue_scores<C>(s[1], query, ring.key(second));
     wgmma_wait<1>();
     settle(s[0]);
     mask_edges<C>(s[0], stretch, high * C::kTile, p.window);
@@ -380,7 +345,7 @@ __device__ __forceinline__ void consume_streamed(const Parameters& p, const Shar
     exponentiate<C>(s[0], r.maximum, p, sum);
     r.sum[0] += sum[0];
     r.sum[1] += sum[1];
-    pack_scores(s[0], packed[0]);
+    pack_scores(s[0], packed);
     if ((high + 1) * C::kTile > stretch.piece->length) {
       clear_values(ring.value(ring.tiles), stretch.piece->length - high * C::kTile, C::kTile, wg);
     }
@@ -390,54 +355,44 @@ __device__ __forceinline__ void consume_streamed(const Parameters& p, const Shar
     // The tile in `buffer`, and there is one after it.
     auto step = [&](auto buffer, int tile) {
       constexpr int kBuffer = decltype(buffer)::value;
-      constexpr std::integral_constant<int, 1 - kBuffer> kOther;
       ring.wait(ring.tiles + 1);
       profile.mark(kData);
       wgmma_fence();
-      issue_output_of(ring.tiles - 1, kOther);
-      issue_part<C>(s[1 - kBuffer], query, ring.key(ring.tiles + 1));
+      issue_output<C>(o, packed, ring.value(ring.tiles - 1));
+      issue_scores<C>(s[1 - kBuffer], query, ring.key(ring.tiles + 1));
       wgmma_wait<2>();
       profile.mark(kScoresWait);
-      if constexpr (C::kEager) finish_output(tile, buffer);
       take(buffer, tile);
       profile.mark(kSoftmax);
-      if constexpr (!C::kEager) {
-        wgmma_wait<1>();
-        profile.mark(kOutputWait);
-        finish_output(tile, buffer);
-      }
+      wgmma_wait<1>();
+      profile.mark(kOutputWait);
+      finish_output(buffer);
       ++ring.tiles;
       profile.mark(kPack);
     };
-    // The oldest tile, in `buffer` unless it was the first, and what is left of the output.
+    // The oldest tile, in `buffer` unless it was the first, and what is left of the output. No branch between products.
     auto finish = [&](auto buffer, int tile) {
-      constexpr int kBuffer = decltype(buffer)::value;
-      constexpr std::integral_constant<int, 1 - kBuffer> kOther;
-      auto last = [&](auto from) {
-        if constexpr (!C::kHeld) ring.signal(shared.query_empty(stretch.slot, wg));
+      auto last = [&] {
+        ring.signal(shared.query_empty(stretch.slot, wg));
         wgmma_fence();
-        issue_output_of(ring.tiles - 1, from);
+        issue_output<C>(o, packed, ring.value(ring.tiles - 1));
         wgmma_wait<0>();
         settle(o);
-        settle_packed(packed[C::kEager ? decltype(from)::value : 0]);
-        if (C::kEager && high > low) ring.release(ring.tiles - 2);
+        settle_packed(packed);
         ring.release(ring.tiles - 1);
       };
       if (tile < low) {
-        last(kOther);
+        last();
         return;
       }
       wgmma_fence();
-      issue_output_of(ring.tiles - 1, kOther);
+      issue_output<C>(o, packed, ring.value(ring.tiles - 1));
       wgmma_wait<1>();
-      if constexpr (C::kEager) finish_output(tile, buffer);
       take(buffer, tile);
-      if constexpr (!C::kEager) {
-        wgmma_wait<0>();
-        finish_output(tile, buffer);
-      }
+      wgmma_wait<0>();
+      finish_output(buffer);
       ++ring.tiles;
-      last(buffer);
+      last();
     };
     int tile = high - 1;
     for (; tile > low + 1; tile -= 2) {
@@ -454,45 +409,21 @@ __device__ __forceinline__ void consume_streamed(const Parameters& p, const Shar
   });
 }
 
+// One tile of scores; warpgroups take turns at issuing products, and the output of a tile is made beside the exponentials
+// of the next.
 template <class C>
-struct PieceOf {
-  static constexpr int kPart = C::kTile / C::kPieces, kScores = kPart / 2, kPolynomial = C::kPolynomial;
-};
-
-// One tile of scores. Taken in two pieces, the output of the tile before is awaited between them, and the first is
-// packed beside the exponentials of the second.
-template <class C>
-__device__ __forceinline__ void consume_pieces(const Parameters& p, const Shared<C>& shared, uint8_t* raw,
-                                               const int wg) {
-  using Piece = PieceOf<C>;
-  constexpr int kSteps = Piece::kPart / 16;
+__device__ __forceinline__ void consume_in_turn(const Parameters& p, const Shared<C>& shared, uint8_t* raw,
+                                                const int wg) {
+  // HAZARD: registers, as above.
   float s[C::kScores], o[32];
   uint32_t packed[C::kTile / 16][4];
   Running r;
-  Queries<C> query;
   Profile profile;
-  StreamRing<C> ring{shared, (threadIdx.x & 31) == 0};
-  auto piece = [&](auto index) -> float(&)[Piece::kScores] {
-    return *reinterpret_cast<float(*)[Piece::kScores]>(s + decltype(index)::value * Piece::kScores);
-  };
-  auto pack = [&](auto index) {
-    pack_scores(piece(index), *reinterpret_cast<uint32_t(*)[kSteps][4]>(packed + decltype(index)::value * kSteps));
-  };
-  constexpr std::integral_constant<int, 0> kFirst;
-  constexpr std::integral_constant<int, C::kPieces - 1> kLast;
+  StreamRing<C> ring{shared, is_arriving()};
   profile.start();
   walk_items<C>(p, ring, raw, wg, [&](const Stretch& stretch) {
     const uint32_t queries = shared.query(stretch.slot, wg);
-    query.take(queries);
-    auto take = [&](auto index, int tile, auto pack_piece) {
-      constexpr int kIndex = decltype(index)::value;
-      const int column = tile * C::kTile + kIndex * Piece::kPart;
-      mask_edges<Piece>(piece(index), stretch, column, p.window);
-      take_trusting<Piece>(piece(index), o, r, p, pack_piece, [&] {
-        score_again<Piece>(piece(index), query, queries, ring.key(ring.tiles) + kIndex * Piece::kPart * kRowBytes);
-        mask_edges<Piece>(piece(index), stretch, column, p.window);
-      });
-    };
+    const uint64_t query = descriptor_swizzle128(queries);
     start_softmax(r, p, stretch.piece->head);
 #pragma unroll
     for (int i = 0; i < 32; ++i) o[i] = 0.0f;
@@ -500,7 +431,7 @@ __device__ __forceinline__ void consume_pieces(const Parameters& p, const Shared
     ring.wait(ring.tiles);
     ring.take_turn(wg);
     wgmma_fence();
-    issue_part<C>(s, query, ring.key(ring.tiles));
+    issue_scores<C>(s, query, ring.key(ring.tiles));
     ring.pass_turn(wg);
     wgmma_wait<0>();
     settle(s);
@@ -522,26 +453,31 @@ __device__ __forceinline__ void consume_pieces(const Parameters& p, const Shared
       ring.take_turn(wg);
       profile.mark(kTurn);
       wgmma_fence();
-      issue_part<C>(s, query, ring.key(ring.tiles));
-      issue_output<C>(o, packed, ring.value(ring.tiles - 1), [&] { ring.pass_turn(wg); });
+      issue_scores<C>(s, query, ring.key(ring.tiles));
+      issue_output<C>(o, packed, ring.value(ring.tiles - 1));
+      ring.pass_turn(wg);
       wgmma_wait<1>();
       profile.mark(kScoresWait);
       settle(s);
-      take(kFirst, tile, [] {});
+      mask_edges<C>(s, stretch, tile * C::kTile, p.window);
+      take_trusting<C>(s, o, r, p, [&] {
+        score_again<C>(s, queries, ring.key(ring.tiles));
+        mask_edges<C>(s, stretch, tile * C::kTile, p.window);
+      });
       profile.mark(kSoftmax);
       wgmma_wait<0>();
       profile.mark(kOutputWait);
+      // The packing stays below the wait: above, it would need registers beside those in flight.
       settle(o);
       settle_packed(packed);
       ring.release(ring.tiles - 1);
       settle(s);
-      pack(kFirst);
-      if constexpr (C::kPieces == 2) take(kLast, tile, [&] { pack(kLast); });
+      pack_scores(s, packed);
       profile.mark(kPack);
     }
     ring.signal(shared.query_empty(stretch.slot, wg));
     wgmma_fence();
-    issue_output<C>(o, packed, ring.value(ring.tiles), [] {});
+    issue_output<C>(o, packed, ring.value(ring.tiles));
     wgmma_wait<0>();
     settle(o);
     settle_packed(packed);
@@ -553,7 +489,7 @@ __device__ __forceinline__ void consume_pieces(const Parameters& p, const Shared
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
-    attention_prefill_streamed(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_kv,
+    attention_prefill(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_kv,
                                const __grid_constant__ Parameters p) {
   extern __shared__ uint8_t raw[];
   check_base(raw);
@@ -566,12 +502,12 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     for (int slot = 0; slot < kQuerySlots; ++slot) {
       for (int wg = 0; wg < C::kWarpgroups; ++wg) {
         mbarrier_init(shared.query_full(slot, wg), 1);
-        mbarrier_init(shared.query_empty(slot, wg), 4);  // one arrival per warp
+        mbarrier_init(shared.query_empty(slot, wg), 4 * kWarpArrivals);
       }
     }
     for (int stage = 0; stage < C::kStages; ++stage) {
-      mbarrier_init(shared.key_full(stage), 1);
-      mbarrier_init(shared.key_empty(stage), 4 * C::kWarpgroups);
+      mbarrier_init(shared.tile_full(stage), 1);
+      mbarrier_init(shared.tile_empty(stage), 4 * C::kWarpgroups * kWarpArrivals);
     }
     mbarrier_init_fence();
   }
@@ -583,10 +519,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   } else {
     registers_grow<C::kConsumerRegisters>();
     const int wg = uniform(int(threadIdx.x) / 128 - 1);
-    if constexpr (C::kPieces > 0) {
-      consume_pieces<C>(p, shared, raw, wg);
+    if constexpr (C::kAhead) {
+      consume_ahead<C>(p, shared, raw, wg);
     } else {
-      consume_streamed<C>(p, shared, raw, wg);
+      consume_in_turn<C>(p, shared, raw, wg);
     }
   }
   profile.finish();
