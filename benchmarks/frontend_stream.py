@@ -2,10 +2,11 @@
 
 One frontend process in front of the scripted engine, 64 streams at once, half of them reasoning, half tool arguments,
 one token per event, the tokens of all streams in one frame per step. The bare application knows its bytes beforehand
-and makes the same sends through the same uvicorn, uvloop and httptools. They alternate, in two modes:
-    saturated  the engine steps faster than anybody can send; the bare application sends in turns, one send per
-               stream and turn of its event loop, because tokens come one by one (`bare`), or with no pause at all,
-               which lets uvloop put many sends into one write (`bare_without_turns`)
+and makes the same sends (one per token) through the same uvicorn, uvloop and httptools. They alternate, in two modes:
+    saturated  all requests are read and all of their tokens wait: the frontend is stopped (SIGSTOP) until the engine
+               has made them, and timed from when it goes on. Beside it the bare application in two readings of "the
+               same sends": `bare` sends in turns, one send per stream and turn of its event loop, as tokens come;
+               `bare_without_turns` sends a whole stream in one loop, without a pause
     paced      a step every --step-ms for both: what a send costs where the server keeps up
 Run it as
     PYTHONPATH=src python benchmarks/frontend_stream.py [--streams 64] [--tokens 1500] [--rounds 5] [--json FILE]
@@ -23,6 +24,7 @@ import json
 import os
 import platform
 import selectors
+import signal
 import socket
 import statistics
 import subprocess
@@ -30,6 +32,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -130,9 +133,12 @@ def bare(listener: socket.socket, sends: list[list[str]], *, mode: str, step_s: 
 
 
 class Server:
-    """A server in a process of its own."""
+    """A server in a process of its own; `is_held`: it begins to send when all of its tokens wait for it."""
 
-    def __init__(self, command: list[str], url: str | None = None) -> None:
+    def __init__(
+        self, command: list[str], url: str | None = None, *, is_held: bool = False
+    ) -> None:
+        self.is_held = is_held
         self._process = subprocess.Popen(
             [sys.executable, *command], stderr=subprocess.PIPE, text=True
         )
@@ -152,12 +158,39 @@ class Server:
 
     def cpu_seconds(self) -> float:
         """Return the CPU time of the process, its children left out."""
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / TICKS
+        return _cpu_seconds(self._process.pid)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Take the requests of the block, and send nothing until the engine, a child, has answered them all."""
+        pid = self._process.pid
+        engine = int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
+        os.kill(engine, signal.SIGSTOP)
+        yield
+        _wait_until_quiet(pid)
+        os.kill(pid, signal.SIGSTOP)
+        os.kill(engine, signal.SIGCONT)
+        _wait_until_quiet(engine)
+
+    def go_on(self) -> None:
+        """Let the process run again."""
+        os.kill(self._process.pid, signal.SIGCONT)
 
     def close(self) -> None:
         self._process.terminate()
         self._process.wait(20)
+
+
+def _cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+def _wait_until_quiet(pid: int) -> None:
+    before, now = -1.0, _cpu_seconds(pid)
+    while now - before > QUIET_CPU_S:
+        time.sleep(QUIET_S)
+        before, now = now, _cpu_seconds(pid)
 
 
 def request(address, api: str) -> bytes:
@@ -169,49 +202,59 @@ def request(address, api: str) -> bytes:
     ).encode() + raw
 
 
-def read_streams(address, num_streams: int, api: str) -> list[bytearray]:
-    """Open streams at once and read each to its end."""
-    waiting = selectors.DefaultSelector()
-    received = [bytearray() for _ in range(num_streams)]
-    message = request(address, api)
-    for stream in received:
-        connection = socket.create_connection((address.hostname, address.port))
-        connection.sendall(message)
-        connection.setblocking(False)
-        waiting.register(connection, selectors.EVENT_READ, stream)
-    while waiting.get_map():
-        for key, _ in waiting.select():
-            connection, stream = key.fileobj, key.data
-            part = connection.recv(1 << 20)
-            assert part, "the server hung up"
-            stream += part
-            if stream.endswith(b"\r\n0\r\n\r\n"):
-                waiting.unregister(connection)
-                connection.close()
-    return received
+class Streams:
+    """Streams that are open at once."""
+
+    def __init__(self, address, num_streams: int, api: str) -> None:
+        self._waiting = selectors.DefaultSelector()
+        self.received = [bytearray() for _ in range(num_streams)]
+        message = request(address, api)
+        for stream in self.received:
+            connection = socket.create_connection((address.hostname, address.port))
+            connection.sendall(message)
+            connection.setblocking(False)
+            self._waiting.register(connection, selectors.EVENT_READ, stream)
+
+    def read(self) -> list[bytearray]:
+        """Read each to its end."""
+        while self._waiting.get_map():
+            for key, _ in self._waiting.select():
+                connection, stream = key.fileobj, key.data
+                part = connection.recv(1 << 20)
+                assert part, "the server hung up"
+                stream += part
+                if stream.endswith(b"\r\n0\r\n\r\n"):
+                    self._waiting.unregister(connection)
+                    connection.close()
+        return self.received
 
 
 def sends_of(stream: bytearray, api: str) -> list[str]:
     """Return the bodies of the HTTP chunks, each of which is one send."""
-    head, _, rest = bytes(stream).partition(b"\r\n\r\n")
+    head, _, body = bytes(stream).partition(b"\r\n\r\n")
     assert b" 200 " in head.split(b"\r\n")[0], head
-    found = []
-    while rest:
-        size, _, rest = rest.partition(b"\r\n")
-        length = int(size, 16)
+    found, place = [], 0
+    while (end := body.find(b"\r\n", place)) >= 0:
+        length, place = int(body[place:end], 16), end + 2
         if length:
-            found.append(rest[:length].decode())
-        rest = rest[length + 2 :]
+            found.append(body[place : place + length].decode())
+        place += length + 2
     assert found[-1].endswith(APIS[api][2]), found[-1]
     return found
 
 
 def timed(server: Server, num_streams: int, api: str) -> tuple[float, float, list[bytearray]]:
     """Return wall-clock seconds, CPU seconds of the server, and what was read."""
-    cpu, began = server.cpu_seconds(), time.perf_counter()
-    received = read_streams(server.address, num_streams, api)
-    wall = time.perf_counter() - began
-    return wall, server.cpu_seconds() - cpu, received
+    if server.is_held:
+        with server.held():
+            streams = Streams(server.address, num_streams, api)
+        cpu, began = server.cpu_seconds(), time.perf_counter()
+        server.go_on()
+    else:
+        cpu, began = server.cpu_seconds(), time.perf_counter()
+        streams = Streams(server.address, num_streams, api)
+    received = streams.read()
+    return time.perf_counter() - began, server.cpu_seconds() - cpu, received
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -223,24 +266,26 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 PAIRS = (("rose", "bare"), ("rose", "bare_without_turns"), ("rose_paced", "bare_paced"))
-FAST_STEP_MS = 0.2
-"""64 sends in this time are more than any of the servers can do on one core."""
+QUIET_S, QUIET_CPU_S = 0.3, 0.02
+"""A process that takes so little CPU time in so much time has nothing left to do."""
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict:
     with contextlib.ExitStack() as stack:
         servers = {}
-        for name, step_ms in (("rose", FAST_STEP_MS), ("rose_paced", arguments.step_ms)):
+        for name, step_ms in (("rose", 0.0), ("rose_paced", arguments.step_ms)):
             path = folder / f"{name}.jsonl"
             lines = script(arguments.tokens, step_ms)
             path.write_text("".join(json.dumps(line) + "\n" for line in lines))
             servers[name] = Server(
-                ["-m", "rose.cli.main", "serve", "--port", "0", "--scripted", str(path)]
+                ["-m", "rose.cli.main", "serve", "--port", "0", "--scripted", str(path)],
+                is_held=name == "rose",
             )
             stack.callback(servers[name].close)
         api = arguments.api
-        pair = [sends_of(stream, api) for stream in read_streams(servers["rose"].address, 2, api)]
-        read_streams(servers["rose_paced"].address, 2, api)
+        streams = Streams(servers["rose"].address, 2, api)
+        pair = [sends_of(stream, api) for stream in streams.read()]
+        Streams(servers["rose_paced"].address, 2, api).read()
         (folder / "sends.json").write_text(json.dumps(pair))
         for name in ("bare", "bare_without_turns", "bare_paced"):
             servers[name] = _start_bare(stack, folder / "sends.json", name, arguments.step_ms)

@@ -97,8 +97,8 @@ class FakeDecoder:
             deltas += taken
         return deltas
 
-    def plain(self, token_id):
-        return ""
+    def plain(self, token_ids):
+        return []
 
     @property
     def continues(self):

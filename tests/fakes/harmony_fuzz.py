@@ -10,7 +10,7 @@ import itertools
 import json
 import random
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
 from rose.frontend.chat import ChatFold, ChatWriter
@@ -239,25 +239,38 @@ class Checker:
             with_usage=False,
         )
         writer, whole_writer, fold, sent = ChatWriter(job), ChatWriter(job), ChatFold(job), []
-        for cut in (*cuts, None):
-            if choice.finish_reason is not None:
-                break
-            event = TokensEvent(request_id="", token_ids=cut or [])
-            text = choice.plain(event) if sent and cut is not None else ""
-            if text:  # as `ChunkSource` does it
+        left = deque(cuts)
+        while choice.finish_reason is None:
+            texts = self._take_short(choice, left)
+            for text in texts:  # as `ChunkSource` does it
                 sent.append(encode(text).join(writer.template(0, *choice.decoder.continues)))
                 kind, index = choice.decoder.continues
                 deltas = [Delta(kind=kind, index=index, text=text)]
-            else:
-                deltas = choice.finish(reason) if cut is None else choice.take(event)
-            piece = Piece(index=0, deltas=deltas, finish_reason=choice.finish_reason)
-            chunks = whole_writer.chunks(piece)
-            fold.add(chunks)
-            if text:
+                chunks = whole_writer.chunks(Piece(index=0, deltas=deltas))
+                fold.add(chunks)
                 assert sent[-1] == sse_lines(chunks), "a template is what encoding gives"
+            if texts:
+                continue
+            if left:
+                deltas = choice.take(TokensEvent(request_id="", token_ids=left.popleft()))
             else:
-                sent.append(writer.lines(piece))
+                deltas = choice.finish(reason)
+            piece = Piece(index=0, deltas=deltas, finish_reason=choice.finish_reason)
+            fold.add(whole_writer.chunks(piece))
+            sent.append(writer.lines(piece))
         return sent, fold
+
+    def _take_short(self, choice: ChoiceRun, left: deque[list[int]]) -> list[str]:
+        """Take tokens that came one by one the short way, several at once."""
+        if choice.plain is None:
+            return []
+        most = self._draw.randint(1, 9)
+        stretch = itertools.takewhile(lambda cut: len(cut) == 1, itertools.islice(left, most))
+        texts = choice.plain([cut[0] for cut in stretch])
+        choice.num_output_tokens += len(texts)
+        for _ in texts:
+            left.popleft()
+        return texts
 
     def _read(self, tokens: Sequence[int], reason: str, cuts: Sequence[int]):
         decoder = HarmonyDecoder(self._tokenizer, DECLARED)
@@ -269,14 +282,15 @@ class Checker:
 
     def _read_short(self, tokens: Sequence[int], reason: str):
         decoder = HarmonyDecoder(self._tokenizer, DECLARED)
-        deltas = []
-        for token in tokens:
-            text = decoder.plain(token)
-            if text:
+        deltas, place = [], 0
+        while place < len(tokens):
+            texts = decoder.plain(tokens[place : place + self._draw.randint(1, 9)])
+            if texts:
                 kind, index = decoder.continues
-                deltas.append(Delta(kind=kind, index=index, text=text))
+                deltas += [Delta(kind=kind, index=index, text=text) for text in texts]
             else:
-                deltas += decoder.push([token])
+                deltas += decoder.push([tokens[place]])
+            place += len(texts) or 1
         deltas += decoder.finish(reason)
         return decoder.answer(), deltas
 

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
+import re
+from collections import deque
 
 import pytest
 
+from rose.frontend.chat import ChatFold, ChatWriter
 from rose.frontend.formatters.registry import build_formatter
+from rose.frontend.generation import ChoiceRun, Job, PieceMaker
+from rose.frontend.metrics import Metrics
+from rose.frontend.stream import ChunkSource
+from rose.protocol.event import FinishedEvent, TokensEvent
+from rose.protocol.request import Request
 
 TEXT = (
     "<|channel|>analysis<|message|>Let me see é 𠮷.<|end|><|start|>assistant<|channel|>commentary to=functions.f "
@@ -118,15 +127,113 @@ def test_a_bug_while_tokens_are_sent_ends_that_answer_only(lab, harmony, o200k, 
     lab.run(scenario)
 
 
+class Submission:
+    """What a source needs of one."""
+
+    def __init__(self):
+        self.aborted = []
+
+    def abort(self, request_id):
+        self.aborted.append(request_id)
+
+
+def _source(harmony, **options):
+    """Return a chat answer of two choices, and what makes its pieces."""
+    decoders = [harmony.decoder(declared_tools=["f"]) for _ in range(2)]
+    job = Job(
+        endpoint="chat",
+        answer_id="a",
+        model="m",
+        created=0,
+        num_prompt_tokens=1,
+        requests=[
+            Request(request_id=name, prompt_token_ids=[1], max_tokens=999) for name in ("a", "b")
+        ],
+        runs=[ChoiceRun(i, decoder, **options) for i, decoder in enumerate(decoders)],
+        is_stream=True,
+    )
+    metrics = Metrics()
+    source = ChunkSource(None, job, writer=ChatWriter(job), fold=ChatFold(job), metrics=metrics)
+    return source, PieceMaker(job, metrics)
+
+
+def _read(harmony, bursts, draw, *, is_short, options):
+    """Read events as `JobSource.parts` does it, in bursts, with a client that takes what it likes."""
+    source, maker = _source(harmony, **options)
+    submission, waiting, sent = Submission(), deque(), []
+
+    def send_now(parts):
+        num_taken = draw.choice((len(parts), len(parts), draw.randint(0, len(parts))))
+        sent.extend(parts[:num_taken])
+        return num_taken
+
+    send_waiting = source._shortcut(maker, submission)
+    for burst in bursts:
+        waiting += burst
+        while waiting:
+            if is_short and sent:  # the first part opens the answer
+                source.send_now = send_now
+            send_waiting(waiting)
+            if not waiting:
+                break
+            event = waiting.popleft()
+            if isinstance(event, bytes):
+                sent.append(event)
+                continue
+            assert not isinstance(event, Exception), event
+            piece = maker.take(event, submission)
+            if piece is not None:
+                sent.append(source.lines(piece))
+    text = b"".join(sent).decode()
+    return re.sub(r"call_[0-9a-f]{32}", "call", text), submission.aborted, source._job.usage()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tokens_in_bursts_are_the_same_bytes_as_tokens_one_by_one(harmony, o200k, seed):
+    """Two choices whose tokens come in any mixture, several in an event at times, with clients of all kinds."""
+    draw = random.Random(seed)
+    texts = [TEXT * draw.randint(1, 3), TEXT[: draw.randint(60, len(TEXT))]]
+    left = {
+        name: [
+            TokensEvent(request_id=name, token_ids=tokens)
+            for tokens in _cut(o200k.encode_with_control(text), draw)
+        ]
+        + [FinishedEvent(request_id=name, reason="stop", num_prompt_tokens=1, num_output_tokens=9)]
+        for name, text in zip("ab", texts, strict=True)
+    }
+    events = []
+    while left:
+        name = draw.choice(list(left))
+        for _ in range(draw.choice((1, 1, 1, 5, 40))):
+            if left[name]:
+                events.append(left[name].pop(0))
+        if not left[name]:
+            del left[name]
+    options = draw.choice(({}, {}, {"stop_strings": ("is",)}, {"max_calls": 1}))
+    single = [[event] for event in events]
+    bursts = list(_cut(events, draw, most=300))
+    expected = _read(harmony, single, draw, is_short=False, options=options)
+    assert _read(harmony, bursts, draw, is_short=True, options=options) == expected
+    assert len(expected[0]) > 500
+
+
+def _cut(items, draw, most=2):
+    place = 0
+    while place < len(items):
+        size = draw.choice((1, 1, draw.randint(1, most)))
+        yield items[place : place + size]
+        place += size
+
+
 def test_most_tokens_take_the_short_way(lab, harmony, o200k, monkeypatch):
     """Or the speed that benchmarks/frontend_stream.py measures is gone, and no other test would tell."""
     from rose.frontend.stream import AnswerResponse
 
     sent, right = [], AnswerResponse._send_now
 
-    def send_now(self, part):
-        sent.append(part)
-        return right(self, part)
+    def send_now(self, parts):
+        sent.extend(parts)
+        return right(self, parts)
 
     async def scenario():
         monkeypatch.setattr(AnswerResponse, "_send_now", send_now)

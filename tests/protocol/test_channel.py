@@ -166,3 +166,59 @@ def test_a_broken_frame_does_not_hide_the_next(tmp_path):
 def test_an_address_that_cannot_be_bound_says_what_is_allowed():
     with pytest.raises(ConfigError, match=r"cannot bind 'nonsense'.*ipc://PATH"):
         EngineEndpoint("nonsense")
+
+
+def test_frames_that_wait_come_together_in_order_and_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr("rose.protocol.channel.EVENTS_PER_READ", 4)
+
+    async def run():
+        address = f"ipc://{tmp_path}/engine.sock"
+        engine, frontend = EngineEndpoint(address), FrontendEndpoint(address)
+        await frontend.send(_request("a"))
+        await asyncio.to_thread(engine.receive, 5000)
+        events = [TokensEvent(request_id="a", token_ids=[i]) for i in range(10)]
+        for event in events:
+            assert engine.send([event])
+        await asyncio.sleep(0.1)
+        turns = 0
+
+        async def others():
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(others())
+        await asyncio.sleep(0)
+        found = []
+        for num_turns in (2, 3, 4):
+            found.append(await asyncio.wait_for(frontend.receive(), 5))
+            assert turns >= num_turns, "others run between two reads"
+        task.cancel()
+        assert found == [events[:4], events[4:8], events[8:]]
+        frontend.close()
+        engine.close()
+
+    asyncio.run(run())
+
+
+def test_a_broken_frame_does_not_take_those_around_it_along(tmp_path):
+    async def run():
+        address = f"ipc://{tmp_path}/engine.sock"
+        engine, frontend = EngineEndpoint(address), FrontendEndpoint(address)
+        await frontend.send(_request("a"))
+        await asyncio.to_thread(engine.receive, 5000)
+        (owner,) = engine._frontends
+        before, after = (TokensEvent(request_id="a", token_ids=[i]) for i in (1, 2))
+        engine.send([before])
+        engine._transmit(owner, bytes([PROTOCOL_VERSION]) + b"\xc1")
+        engine.send([after])
+        await asyncio.sleep(0.1)
+        assert await asyncio.wait_for(frontend.receive(), 5) == [before]
+        with pytest.raises(ProtocolError, match="cannot be read"):
+            await asyncio.wait_for(frontend.receive(), 5)
+        assert await asyncio.wait_for(frontend.receive(), 5) == [after]
+        frontend.close()
+        engine.close()
+
+    asyncio.run(run())

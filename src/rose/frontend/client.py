@@ -29,9 +29,11 @@ from rose.protocol.request import Abort, Request, StatusQuery, ToEngine
 from rose.utils.log import get_logger
 
 RequestEvent = TokensEvent | FinishedEvent | ErrorEvent
-Shortcut = Callable[[TokensEvent], TokensEvent | bytes | Exception | None]
-"""Takes tokens on the spot, without a turn of the event loop for whoever waits for them. Returns what is left for the
-reader: nothing, the event untouched, bytes that could not be sent at once, or what went wrong; never raises."""
+Waiting = deque[RequestEvent | bytes | Exception]
+"""What has come and was not read, in order."""
+Shortcut = Callable[[Waiting], None]
+"""Takes tokens on the spot, without a turn of the event loop for whoever waits for them. Leaves what the reader must
+see: events untouched, before them bytes that could not be sent at once or what went wrong; never raises."""
 QUERY_SECONDS = 1.0
 """How often the engine is asked for its state."""
 WATCH_SECONDS = 0.1
@@ -46,10 +48,6 @@ NOT_BEGUN: ErrorCode = "engine_unavailable"
 logger = get_logger(__name__)
 
 
-TURN_SECONDS = 0.002
-"""How long events are taken in one go while other work waits."""
-
-
 class Channel(Protocol):
     """What the client needs of `rose.protocol.channel.FrontendEndpoint`."""
 
@@ -58,7 +56,7 @@ class Channel(Protocol):
         ...
 
     async def receive(self) -> list[FromEngine]:
-        """Wait for the next events."""
+        """Wait for events; return those that are there, up to a bound. Lets others run, also when it need not wait."""
         ...
 
     def close(self) -> None:
@@ -85,6 +83,8 @@ class EngineClient:
         self._timeout_s = timeout_s
         self._is_supervised = is_supervised
         self._open: dict[str, Submission] = {}
+        self._due: list[Submission] = []
+        """Those for which events have come that nobody was told of yet."""
         self._held: set[Submission] = set()
         self._watcher: asyncio.Task[None] | None = None
         self._listener: asyncio.Task[None] | None = None
@@ -258,7 +258,6 @@ class EngineClient:
             task.add_done_callback(self._sending.discard)
 
     async def _listen(self, channel: Channel) -> None:
-        yielded = time.monotonic()
         while True:
             try:
                 events = await channel.receive()
@@ -268,21 +267,25 @@ class EngineClient:
                 self.fail_open(f"a message of the engine could not be read: {error}")
                 continue
             self._note_sign()
-            for event in events:
-                # Tokens first and by hand: everything else is rare.
-                if isinstance(event, TokensEvent):
-                    submission = self._open.get(event.request_id)
-                    if (
-                        submission is not None
-                    ):  # else aborted: the engine had not yet read the abort
-                        submission.put(event)
-                else:
-                    self._route(event)
-            # A channel that is never empty would let nobody else run. Not after every frame: what is sent to one
-            # client in a turn of the loop leaves in one write, which is how a server that falls behind catches up.
-            if time.monotonic() - yielded > TURN_SECONDS:
-                await asyncio.sleep(0)
-                yielded = time.monotonic()
+            self._sort(events)
+
+    def _sort(self, events: list[FromEngine]) -> None:
+        """Give each submission its events, and only then tell it: several of one are sent on together."""
+        find, due = self._open.get, self._due
+        for event in events:
+            # Tokens first and by hand: everything else is rare.
+            if isinstance(event, TokensEvent):
+                submission = find(event.request_id)
+                if submission is not None:  # else aborted: the engine had not yet read the abort
+                    waiting = submission.waiting
+                    if not waiting:
+                        due.append(submission)
+                    waiting.append(event)
+            else:
+                self._route(event)
+        self._due = []
+        for submission in due:
+            submission.deliver()
 
     def _note_sign(self) -> None:
         self._last_sign, self.silence_s = time.monotonic(), 0.0
@@ -302,7 +305,9 @@ class EngineClient:
         if isinstance(event, ErrorEvent) and event.code == NOT_BEGUN and self._hold(submission):
             return
         self.forget(event.request_id)
-        submission.put(event)
+        if not submission.waiting:
+            self._due.append(submission)
+        submission.put_last(event)
 
     async def _watch(self) -> None:
         asked, looked = 0.0, time.monotonic()
@@ -370,10 +375,10 @@ class Submission:
 
     def __init__(self, client: EngineClient, requests: tuple[Request, ...]) -> None:
         self._client = client
-        self._events: deque[RequestEvent | bytes | Exception] = deque()
+        self.waiting: Waiting = deque()
         self._reader: asyncio.Future[None] | None = None
         self.shortcut: Shortcut | None = None
-        """Asked about tokens while the reader waits for them."""
+        """Asked about tokens before the reader sees them."""
         self._unread = {request.request_id for request in requests}
         self.requests = requests
         self.pending = dict.fromkeys(request.request_id for request in requests)
@@ -387,22 +392,20 @@ class Submission:
         """Return one of the requests."""
         return next(r for r in self.requests if r.request_id == request_id)
 
-    def put(self, event: RequestEvent) -> None:
-        """Take an event from the engine; for the client."""
+    def put_last(self, event: FinishedEvent | ErrorEvent) -> None:
+        """Take the last event of a request; for the client."""
+        self.pending.pop(event.request_id, None)
+        self.waiting.append(event)
+
+    def deliver(self) -> None:
+        """Do something about what waits: for the client, when it has put in what it has."""
         self.has_begun = True
-        left: RequestEvent | bytes | Exception | None = event
         reader = self._reader
-        is_waiting = (
-            reader is not None and not reader.done()
-        )  # done: cancelled, nobody reads any more
-        if not isinstance(event, TokensEvent):
-            self.pending.pop(event.request_id, None)
-        elif is_waiting and self.shortcut is not None:
-            left = self.shortcut(event)
-            if left is None:
-                return
-        self._events.append(left)
-        if is_waiting and reader is not None:
+        if reader is None or reader.done():  # done: cancelled, nobody reads any more
+            return
+        if self.shortcut is not None:
+            self.shortcut(self.waiting)
+        if self.waiting:
             self._reader = None
             reader.set_result(None)
 
@@ -410,7 +413,8 @@ class Submission:
         """End all that is pending with an error; for the client."""
         for request_id in list(self.pending):
             self._client.forget(request_id)
-            self.put(ErrorEvent(request_id=request_id, code=code, message=message))
+            self.put_last(ErrorEvent(request_id=request_id, code=code, message=message))
+        self.deliver()
 
     def lose(self, reason: str) -> None:
         """End all that is pending because its engine is gone; for the client."""
@@ -444,11 +448,13 @@ class Submission:
     async def __anext__(self) -> RequestEvent | bytes:
         if not self._unread:
             raise StopAsyncIteration
-        if not self._events:
+        if self.waiting and self.shortcut is not None:
+            self.shortcut(self.waiting)
+        if not self.waiting:
             # By hand, because a queue costs as much again: this is done for every token of every stream.
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
-        event = self._events.popleft()
+        event = self.waiting.popleft()
         if isinstance(event, Exception):
             raise event
         if not isinstance(event, TokensEvent | bytes):

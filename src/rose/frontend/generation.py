@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from rose.protocol.event import EngineStatus, ErrorEvent, FinishedEvent, TokensE
 from rose.protocol.request import Request
 from rose.protocol.sampling_params import SamplingParams
 
+Plain = Callable[[Sequence[int]], list[str]]
 SEED_RANGE = 2**63
 SAMPLING_NUMBERS = (
     "temperature",
@@ -67,7 +68,6 @@ class ChoiceRun:
         self.num_reasoning_tokens = 0
         self.recoveries: list[str] = []
         self.decoder = decoder
-        self._plain = decoder.plain
         self._stops = StopStrings(stop_strings)
         self._max_calls = max_calls
         self._calls_as_text = calls_as_text
@@ -77,6 +77,9 @@ class ChoiceRun:
         """Text still to be sent before the answer's; no stop string is searched in it."""
         self._passes_all = not stop_strings and max_calls is None and not calls_as_text
         self._is_simple = self._passes_all and logprobs is None and reasoning == "visible"
+        self.plain: Plain | None = None
+        """`AnswerDecoder.plain` once the answer has begun, where tokens may go the short way at all. Who takes it adds
+        to `num_output_tokens`."""
         if reasoning == "debug":
             decoder.reveal()
         if is_separate:
@@ -93,16 +96,9 @@ class ChoiceRun:
             deltas = self._filter(self.decoder.push(event.token_ids))
         if self.finish_reason is not None:
             self._close("stop")
+        elif self._is_simple:
+            self.plain = self.decoder.plain
         return self._echoed(shown(deltas, self._reasoning))
-
-    def plain(self, event: TokensEvent) -> str:
-        """Take one token the short way; see `AnswerDecoder.plain`. Empty: `take` must take the event."""
-        if not self._is_simple or self.num_output_tokens == 0 or len(event.token_ids) != 1:
-            return ""
-        text = self._plain(event.token_ids[0])
-        if text:
-            self.num_output_tokens += 1
-        return text
 
     def finish(self, reason: str) -> list[Delta]:
         """Take the engine's end; return what was held back."""
@@ -380,6 +376,8 @@ class PieceMaker:
         if isinstance(event, ErrorEvent):
             raise RequestError.of_event(event)
         run = self.runs[event.request_id]
+        if run.finish_reason is not None:
+            return None  # it ended early, and this had come before the engine knew
         if isinstance(event, FinishedEvent):
             return _last_piece(run, event)
         self.watch.tokens(event.request_id, len(event.token_ids))

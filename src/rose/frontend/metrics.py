@@ -176,18 +176,13 @@ class _TokenTimes(Collector):
 
     def __init__(self, name: str, text: str) -> None:
         self._name, self._text = name, text
-        self._counts = [0] * (len(TOKEN_SECONDS) + 1)
-        self._sum = 0.0
-
-    def observe(self, seconds: float, count: int) -> None:
-        """Count tokens that took `seconds` each."""
-        self._counts[bisect_left(TOKEN_SECONDS, seconds)] += count
-        self._sum += seconds * count
+        self.counts = [0] * (len(TOKEN_SECONDS) + 1)
+        self.sum = 0.0
 
     def collect(self) -> Iterator[Metric]:
         bounds = [*map(floatToGoString, TOKEN_SECONDS), "+Inf"]
-        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
-        yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
+        buckets = list(zip(bounds, accumulate(self.counts), strict=True))
+        yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self.sum)
 
 
 class TokenWatch:
@@ -201,17 +196,11 @@ class TokenWatch:
 
     def tokens(self, request_id: str, count: int) -> None:
         """Take note of tokens that came together."""
-        now = time.monotonic()
-        before = self._last.get(request_id)
-        self._last[request_id] = now
-        if before is None:
+        now, last, between = time.monotonic(), self._last, self._between
+        if request_id in last:
+            seconds = now - last[request_id]
+            between.counts[bisect_left(TOKEN_SECONDS, seconds / count)] += count
+            between.sum += seconds
+        else:
             self._first.observe(now - self._started)
-            return
-        self._between.observe((now - before) / count, count)
-
-    def token(self, request_id: str) -> None:
-        """Take note of one token that is not the first."""
-        now = time.monotonic()
-        last = self._last
-        self._between.observe(now - last[request_id], 1)
         last[request_id] = now

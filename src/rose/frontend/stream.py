@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
+from itertools import islice
 from typing import Any, Protocol
 
 from starlette.types import Receive, Scope, Send
 
-from rose.frontend.client import EngineClient, Shortcut, Submission
+from rose.frontend.client import EngineClient, Shortcut, Submission, Waiting
 from rose.frontend.errors import RequestError, error_body
 from rose.frontend.formatters.base import DeltaKind
 from rose.frontend.generation import ChoiceRun, Job, Piece, PieceMaker, pieces
+from rose.frontend.http import HELD_WRITES
 from rose.frontend.metrics import Metrics
 from rose.frontend.middleware import current_request_id, log_failure
 from rose.frontend.reply import send_error, send_json, start
@@ -38,8 +40,13 @@ the parts of a stream go straight there; for every token of every stream that co
 logger = get_logger(__name__)
 
 
-SendNow = Callable[[bytes], bool]
-"""Sends a part of a begun answer if that needs no waiting; False: nothing was sent."""
+BODY = "http.response.body"
+SendNow = Callable[[list[bytes]], int]
+"""Sends parts of a begun answer as far as that needs no waiting; returns how many were sent."""
+MAX_PARTS = 64
+"""Made and sent at once; what waits longer, for a slow client, waits as tokens."""
+MAX_STRETCH = 32
+"""Tokens looked at in one go: most go the short way together, but behind one that cannot they are looked at again."""
 
 
 class AnswerSource(Protocol):
@@ -88,8 +95,8 @@ class JobSource(ABC):
         """Return the events of one piece."""
 
     @abstractmethod
-    def plain_lines(self, run: ChoiceRun, text: str) -> bytes:
-        """Return the events of text that only continues what a choice is writing."""
+    def plain_lines(self, run: ChoiceRun, texts: list[str]) -> list[bytes]:
+        """Return the events of each of some texts that only continue what a choice is writing."""
 
     @abstractmethod
     def end(self) -> bytes:
@@ -111,30 +118,62 @@ class JobSource(ABC):
         yield self.end()
 
     def _shortcut(self, maker: PieceMaker, events: Submission) -> Shortcut:
-        """Return what sends tokens while `parts` waits for them."""
-        # One function, and names bound once: it runs for every token of every stream.
-        runs, token_came, plain_lines = maker.runs, maker.watch.token, self.plain_lines
+        """Return what sends tokens past `parts`."""
+        # Names bound once and few calls: it runs for every token of every stream.
+        runs, tokens_came, plain_lines = maker.runs, maker.watch.tokens, self.plain_lines
 
-        def send_at_once(event: TokensEvent) -> TokensEvent | bytes | Exception | None:
+        def send_waiting(waiting: Waiting) -> None:
             send_now = self.send_now
             if send_now is None:
-                return event
+                return
+            parts: list[bytes] = []
+            is_last = False
             try:
-                request_id = event.request_id
-                run = runs[request_id]
-                text = run.plain(event)
-                if text:
-                    token_came(request_id)
-                    part = plain_lines(run, text)
-                    return None if send_now(part) else part
-                piece = maker.take(event, events)
-                part = b"" if piece is None else self.lines(piece)
-                is_end = piece is not None and piece.finish_reason is not None
-                return part if is_end or (part and not send_now(part)) else None
+                while waiting and not is_last and len(parts) < MAX_PARTS:
+                    event = waiting[0]
+                    if type(event) is not TokensEvent:
+                        break
+                    request_id = event.request_id
+                    run = runs[request_id]
+                    if run.plain is not None:
+                        texts = run.plain(_single_tokens(event, waiting))
+                        if texts:
+                            for _ in texts:
+                                waiting.popleft()
+                            num_texts = len(texts)
+                            run.num_output_tokens += num_texts
+                            tokens_came(request_id, num_texts)
+                            parts += plain_lines(run, texts)
+                            continue
+                    waiting.popleft()
+                    piece = maker.take(event, events)
+                    if piece is not None:
+                        parts.append(self.lines(piece))
+                        is_last = piece.finish_reason is not None
             except Exception as bug:  # noqa: BLE001 - for the task of this answer; here it would end everybody's
-                return bug
+                waiting.appendleft(bug)
+            # The last part is left to the reader, who would not see that it was the last.
+            num_sent = send_now(parts[:-1] if is_last else parts) if parts else 0
+            if num_sent < len(parts):
+                waiting.appendleft(b"".join(parts[num_sent:]))
 
-        return send_at_once
+        return send_waiting
+
+
+def _single_tokens(first: TokensEvent, waiting: Waiting) -> list[int]:
+    """Return the tokens of the events from the first on that have one each and belong to the same request."""
+    if len(waiting) == 1:
+        return first.token_ids if len(first.token_ids) == 1 else []
+    request_id = first.request_id
+    token_ids: list[int] = []
+    for event in islice(waiting, MAX_STRETCH):
+        if type(event) is not TokensEvent or event.request_id != request_id:
+            break
+        found = event.token_ids
+        if len(found) != 1:
+            break
+        token_ids += found
+    return token_ids
 
 
 class ChunkSource(JobSource):
@@ -154,14 +193,17 @@ class ChunkSource(JobSource):
         """Return the chunks of one piece."""
         return self._writer.lines(piece)
 
-    def plain_lines(self, run: ChoiceRun, text: str) -> bytes:
-        """Return the chunk of some text."""
+    def plain_lines(self, run: ChoiceRun, texts: list[str]) -> list[bytes]:
+        """Return the chunk of each text."""
         # The same objects until another message of the choice begins, or another choice is written.
         continues = run.decoder.continues
         if continues is not self._continues or run is not self._run:
             self._run, self._continues = run, continues
             self._parts = self._writer.template(run.index, *continues)
-        return encode(text).join(self._parts)
+        parts = self._parts
+        if len(texts) == 1:
+            return [encode(texts[0]).join(parts)]
+        return [encode(text).join(parts) for text in texts]
 
     def end(self) -> bytes:
         """Return the usage where it was asked for, and the end."""
@@ -194,6 +236,7 @@ class AnswerResponse:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or stop the work as soon as the client is gone."""
         self._send_body = scope.get(SERVER_SEND, send)
+        self._writes = scope.get(HELD_WRITES, nullcontext())
         work = asyncio.ensure_future(self._answer(send))
         gone = asyncio.ensure_future(_until_disconnect(receive))
         try:
@@ -235,15 +278,32 @@ class AnswerResponse:
                     self._source.send_now = self._send_now
         await self._send_part(send, b"", is_last=True)
 
-    def _send_now(self, part: bytes) -> bool:
+    def _send_now(self, parts: list[bytes]) -> int:
         # The server waits only for a client that does not read, and then before it writes anything.
-        step = self._send_body({"type": "http.response.body", "body": part, "more_body": True})
+        self._num_sent = 0
         try:
-            step.send(None)
+            if len(parts) == 1:
+                sending = self._send_body({"type": BODY, "body": parts[0], "more_body": True})
+                sending.send(None)
+            else:
+                sending = self._send_each(parts)
+                with self._writes:
+                    sending.send(None)
         except StopIteration:
-            return True
-        step.close()
-        return False
+            return len(parts)
+        except Exception:  # noqa: BLE001 - it comes again where the task of this answer sends what is left
+            return self._num_sent
+        sending.close()
+        return self._num_sent
+
+    async def _send_each(self, parts: list[bytes]) -> None:
+        send, num_sent = self._send_body, 0
+        try:
+            for part in parts:
+                await send({"type": BODY, "body": part, "more_body": True})
+                num_sent += 1
+        finally:
+            self._num_sent = num_sent
 
     async def _whole(self, send: Send) -> None:
         await send_json(send, 200, await self._source.whole())
@@ -253,7 +313,7 @@ class AnswerResponse:
             self._is_started = True
             await send(start(200, SSE_HEADERS))
         if body or is_last:
-            await send({"type": "http.response.body", "body": body, "more_body": not is_last})
+            await send({"type": BODY, "body": body, "more_body": not is_last})
 
     async def _fail(self, error: RequestError, send: Send) -> None:
         self._metrics.answered(self._source.endpoint, error.kind.status, "error")

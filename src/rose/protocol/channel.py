@@ -7,6 +7,7 @@ codec's business.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 import uuid
@@ -17,6 +18,7 @@ import zmq
 import zmq.asyncio
 
 from rose.protocol.codec import (
+    ProtocolError,
     decode_from_engine,
     decode_to_engine,
     encode_from_engine,
@@ -34,6 +36,8 @@ GREETING = b"rose frontend"
 """A frontend's first frame: the engine's state goes to whom it has heard of, also while it reads no messages."""
 FRAMES_PER_READ = 256
 """Taken from the socket at once; more wait for the next call."""
+EVENTS_PER_READ = 2048
+"""Taken by a frontend at once, frames whole: what is there is sent on together. About 3 ms of its work."""
 LINGER_MS = 500
 """How long `close` waits for frames already sent; the last events of a stopping engine matter."""
 
@@ -176,24 +180,48 @@ class FrontendEndpoint:
         self._plain_context = plain
         asynchronous = zmq.asyncio.Context.shadow(plain)
         self._socket: zmq.asyncio.Socket = _new_socket(asynchronous, zmq.DEALER)
+        self._waiting = zmq.Socket.shadow(self._socket)
+        """The same socket, for what is there already: a tenth of the time of an awaited read."""
+        self._error: ProtocolError | None = None
+        """Of a frame that came right after others; those go first."""
         self._socket.setsockopt(zmq.ROUTING_ID, b"f" + uuid.uuid4().bytes)
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
             self.close()
             raise _address_error("connect to", address, error) from error
-        zmq.Socket.shadow(self._socket).send(GREETING, zmq.NOBLOCK)
+        self._waiting.send(GREETING, zmq.NOBLOCK)
 
     async def send(self, message: ToEngine) -> None:
         """Queue one message; it is delivered when the engine is there."""
         await self._socket.send(encode_to_engine(message))
 
     async def receive(self) -> list[FromEngine]:
-        """Wait for the next frame and return its events, in order.
+        """Wait for the next frame and return its events and those of the frames behind it, in order.
 
         Raises  ProtocolError for a broken frame; the next call goes on with the next frame.
         """
-        return decode_from_engine(await self._socket.recv())
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        first = self._next()
+        if first is None:
+            first = await self._socket.recv()
+        else:
+            await asyncio.sleep(0)  # an engine that is always ahead would let nobody else run
+        events = decode_from_engine(first)
+        while len(events) < EVENTS_PER_READ and (frame := self._next()) is not None:
+            try:
+                events += decode_from_engine(frame)
+            except ProtocolError as error:
+                self._error = error
+                break
+        return events
+
+    def _next(self) -> bytes | None:
+        """Return the next frame if it is there."""
+        is_there = self._waiting.get(zmq.EVENTS) & zmq.POLLIN  # type: ignore[operator]
+        return self._waiting.recv(zmq.NOBLOCK) if is_there else None
 
     def close(self) -> None:
         """Deliver what was sent (half a second at most) and close; a waiting `receive` is cancelled."""

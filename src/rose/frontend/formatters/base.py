@@ -131,11 +131,11 @@ class AnswerDecoder(Protocol):
         """Take sampled tokens, any number at a time; the cut into pushes does not change the answer."""
         ...
 
-    def plain(self, token_id: int) -> str:
-        """Take a token if all it does is to continue the text that was last returned; return what it adds.
+    def plain(self, token_ids: Sequence[int]) -> list[str]:
+        """Take tokens as long as all they do is to continue the text that was last returned; return what each adds.
 
-        Empty: it was not taken, `push` must take it. The short way for nearly every token: `push` would have returned
-        one delta with this text, of the kind that `continues` names. A decoder need not have a short way.
+        The others were not taken, `push` must take the next one. The short way for nearly every token: `push` would
+        have returned one delta with this text, of the kind that `continues` names. A decoder need not have a short way.
         """
         ...
 

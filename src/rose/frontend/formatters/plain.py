@@ -93,14 +93,13 @@ class PlainDecoder:
                 self._note(self._spans, pieces[-1], is_control=is_control)
         return self._add("".join(pieces))
 
-    def plain(self, token_id: int) -> str:
-        """Take a token that is whole characters."""
+    def plain(self, token_ids: Sequence[int]) -> list[str]:
+        """Take tokens that are whole characters."""
         if self._text.is_inside or self._spans is not None:
-            return ""
-        text = self._plain_texts[token_id]
-        if text:
-            self._pieces.append(text)
-        return text
+            return []
+        texts = self._plain_texts.of(token_ids)
+        self._pieces += texts
+        return texts
 
     @property
     def continues(self) -> tuple[DeltaKind, int]:

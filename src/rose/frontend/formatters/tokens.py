@@ -58,9 +58,9 @@ class TokensDecoder:
         self._token_ids += token_ids
         return [Delta(kind="tokens", token_ids=list(token_ids))] if token_ids else []
 
-    def plain(self, token_id: int) -> str:
-        """Return nothing: there is no text."""
-        return ""
+    def plain(self, token_ids: Sequence[int]) -> list[str]:
+        """Take nothing: there is no text."""
+        return []
 
     @property
     def continues(self) -> tuple[DeltaKind, int]:

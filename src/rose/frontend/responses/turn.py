@@ -172,9 +172,9 @@ class TurnSource(JobSource):
         """Return the events of one piece."""
         return b"".join(map(sse, self._turn.take(piece)))
 
-    def plain_lines(self, run: ChoiceRun, text: str) -> bytes:
-        """Return the event of some text."""
-        return self._turn.writer.plain(text)
+    def plain_lines(self, run: ChoiceRun, texts: list[str]) -> list[bytes]:
+        """Return the events of each text."""
+        return list(map(self._turn.writer.plain, texts))
 
     def end(self) -> bytes:
         """Return the events after the last piece."""

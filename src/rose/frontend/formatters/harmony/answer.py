@@ -81,18 +81,15 @@ class HarmonyDecoder:
             self._token_ids += token_ids
         return self._deltas(self._parser.push(token_ids))
 
-    def plain(self, token_id: int) -> str:
-        """Take a token if all it does is to continue an answer."""
+    def plain(self, token_ids: Sequence[int]) -> list[str]:
+        """Take tokens as long as all they do is to continue an answer."""
         if self._is_first_text or self._reveals:
-            return ""
-        text = self._parser.plain(token_id)
-        if text:
-            if self._token_ids is not None:
-                self._token_ids.append(token_id)
-            self._written.append(
-                text
-            )  # spans count characters; where there are any, no token is plain
-        return text
+            return []
+        texts = self._parser.plain(token_ids)
+        if self._token_ids is not None:
+            self._token_ids += token_ids[: len(texts)]
+        self._written += texts  # spans count characters; where there are any, no token is plain
+        return texts
 
     def finish(self, reason: str) -> list[Delta]:
         """Take the end; return what was held back."""

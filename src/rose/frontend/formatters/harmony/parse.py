@@ -114,20 +114,19 @@ class HarmonyParser:
             self._push(token_id, events)
         return events
 
-    def plain(self, token_id: int) -> str:
-        """Take a token if all it does is to continue the open message; return its text, empty: it was not taken.
+    def plain(self, token_ids: Sequence[int]) -> list[str]:
+        """Take tokens as long as all they do is to continue the open message; return their texts.
 
-        The short way for nearly every token: the same as `push`, which would return one text event.
+        The short way for nearly every token: the same as `push`, which would return one text event for each.
         """
         message = self._message
         if message is None or self._held or self._text.is_inside or self.tells_tokens:
-            return ""
-        text = self._plain_texts[token_id]
-        if text:
-            self._ordinal += 1
-            message.num_tokens += 1
-            message.pieces.append(text)
-        return text
+            return []
+        texts = self._plain_texts.of(token_ids)
+        self._ordinal += len(texts)
+        message.num_tokens += len(texts)
+        message.pieces += texts
+        return texts
 
     def finish(self) -> list[Event]:
         """Take the end; return what was held back. The parser takes no more tokens."""
