@@ -43,7 +43,7 @@ def answer(o200k, cuts, reason, *, mode, options, with_summary):
         texts = run.plain(cut) if run.plain is not None and len(cut or ()) == 1 else []
         if texts:  # as `stream.JobSource` does it
             run.num_output_tokens += 1
-            sent.append(writer.plain(texts[0]))
+            sent += writer.plain(texts)
             continue
         deltas = run.finish(reason) if cut is None else run.take(event)
         events = writer.events(Piece(index=0, deltas=deltas, finish_reason=run.finish_reason))

@@ -174,7 +174,7 @@ class TurnSource(JobSource):
 
     def plain_lines(self, run: ChoiceRun, texts: list[str]) -> list[bytes]:
         """Return the events of each text."""
-        return list(map(self._turn.writer.plain, texts))
+        return self._turn.writer.plain(texts)
 
     def end(self) -> bytes:
         """Return the events after the last piece."""

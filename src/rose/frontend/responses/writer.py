@@ -111,18 +111,23 @@ class ResponseWriter:
         self._finish_reason = piece.finish_reason or self._finish_reason
         return events
 
-    def plain(self, text: str) -> bytes:
-        """Return, as a server-sent event, text that only continues the open item: what `events` would give.
+    def plain(self, texts: list[str]) -> list[bytes]:
+        """Return, each as server-sent events, texts that only continue the open item: what `events` would give.
 
         The short way for nearly every token: what every delta of an item repeats is encoded once.
         """
         if self._with_summary and isinstance(self._item, ReasoningItem):
-            return b"".join(map(sse, self._reasoning_deltas(text)))
+            return [b"".join(map(sse, self._reasoning_deltas(text))) for text in texts]
         if self._template is None:
             self._template = self._cut_template()
-        self._texts.append(text)
+        self._texts += texts
         head, middle, tail = self._template
-        return b"%b%d%b%b%b" % (head, self._number(), middle, encode(text), tail)
+        first = self._sequence
+        self._sequence += len(texts)
+        return [
+            b"%b%d%b%b%b" % (head, number, middle, encode(text), tail)
+            for number, text in enumerate(texts, first)
+        ]
 
     def _cut_template(self) -> tuple[bytes, bytes, bytes]:
         """Return a delta of the open item, cut where its number and its text go."""
