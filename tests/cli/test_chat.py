@@ -41,14 +41,21 @@ def _call(index, name, *arguments):
 def talk():
     """Return a function that makes a conversation with a server of canned answers, and its requests."""
 
-    def talk(*answers, options=OPTIONS, status=200):
+    def talk(*answers, options=OPTIONS, status=200, num_busy=0):
         sent = []
         left = list(answers)
+        busy = [
+            httpx.Response(
+                503, headers={"retry-after": "0"}, json={"error": {"message": "it is loading"}}
+            )
+        ] * num_busy
 
         def handle(request):
             if request.url.path == "/v1/models":
                 return httpx.Response(200, json={"data": [{"id": "m"}]})
             sent.append(json.loads(request.content))
+            if busy:
+                return busy.pop()
             return httpx.Response(status, text=left.pop(0))
 
         http = httpx.Client(transport=httpx.MockTransport(handle), base_url="http://rose")
@@ -99,7 +106,7 @@ def test_calls_are_shown_and_their_results_sent(talk, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("body", "status", "part"),
     [
-        ('{"error": {"message": "queue full"}}', 503, "queue full (status 503)"),
+        ('{"error": {"message": "queue full"}}', 429, "queue full (status 429)"),
         ("<html>", 502, "the server answered with status 502"),
         (
             'data: {"error": {"message": "device lost"}}\n\ndata: [DONE]\n\n',
@@ -123,3 +130,17 @@ def test_tools_come_from_a_json_list(tmp_path):
         path.write_text(wrong)
         with pytest.raises(ServerError):
             _read_tools(path)
+
+
+def test_a_server_that_cannot_take_it_now_is_asked_again(talk, capsys):
+    conversation, sent = talk(_sse({"content": "4"}), num_busy=3)
+    assert conversation.ask({"role": "user", "content": "2+2?"})["content"] == "4"
+    assert len(sent) == 4
+    assert capsys.readouterr().err.count("it is loading (status 503); asking again") == 3
+
+
+def test_asking_again_has_an_end(talk):
+    conversation, sent = talk(num_busy=9)
+    with pytest.raises(ServerError, match="it is loading"):
+        conversation.ask({"role": "user", "content": "2+2?"})
+    assert len(sent) == 4

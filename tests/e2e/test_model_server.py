@@ -168,7 +168,7 @@ def test_a_prompt_that_comes_again_is_found_and_answered_alike(server):
     begin = time.monotonic()
     # The state is told once a second, and may be told while the last request still holds its pages.
     while not (
-        _gauge(server, "rose_engine_cached_tokens_total") >= whole_pages
+        _gauge(server, "rose_prefix_cache_hits_tokens_total") >= whole_pages
         and _gauge(server, "rose_kv_pages_idle") > 0
     ):
         assert time.monotonic() - begin < 3.0

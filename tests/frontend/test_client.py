@@ -293,6 +293,7 @@ def test_a_long_step_is_no_hang_and_a_draining_server_takes_nothing():
         assert client.hang() is None
         client.status = msgspec.structs.replace(client.status, step_bound_s=0.01)
         assert "no progress" in (client.hang() or "")
+        assert "--engine-timeout" in (client.hang() or "")
         client.drain()
         assert not client.is_ready
         with pytest.raises(RequestError, match="shutting down"):

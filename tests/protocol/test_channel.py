@@ -222,3 +222,35 @@ def test_a_broken_frame_does_not_take_those_around_it_along(tmp_path):
         engine.close()
 
     asyncio.run(run())
+
+
+def test_an_id_belongs_to_the_frontend_that_used_it_first(tmp_path):
+    async def run():
+        address = f"ipc://{tmp_path}/engine.sock"
+        engine = EngineEndpoint(address)
+        first, second = FrontendEndpoint(address), FrontendEndpoint(address)
+        await first.send(_request("x"))
+        assert await asyncio.to_thread(engine.receive, 5000) == _request("x")
+        await second.send(_request("x"))
+        await second.send(Abort(request_id="x"))
+        await second.send(_request("y"))
+        assert await asyncio.to_thread(engine.receive, 5000) == _request("y"), "nothing else passes"
+        [error] = await asyncio.wait_for(second.receive(), 5)
+        assert (error.request_id, error.code) == ("x", "duplicate_request_id")
+        assert "another frontend" in error.message
+        last = [
+            FinishedEvent(request_id="x", reason="stop", num_prompt_tokens=1, num_output_tokens=1)
+        ]
+        refusal = ErrorEvent(request_id="x", code="duplicate_request_id", message="")
+        engine.send([refusal])  # the engine's own, of one frontend that used it twice
+        engine.send(last)
+        found = []
+        while len(found) < 2:
+            found += await asyncio.wait_for(first.receive(), 5)
+        assert found == [refusal, *last]
+        await second.send(_request("x"))
+        assert await asyncio.to_thread(engine.receive, 5000) == _request("x"), "free again"
+        for endpoint in (first, second, engine):
+            endpoint.close()
+
+    asyncio.run(run())

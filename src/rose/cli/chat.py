@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,10 @@ import click
 from rose.utils.errors import RoseError
 
 CONNECT_SECONDS = 5.0
+MAX_TRIES = 4
+"""Of a request that a server cannot take at the moment (503)."""
+MAX_PAUSE_S = 5.0
+"""Before the next try, whatever the server asks for."""
 Message = dict[str, Any]
 
 
@@ -134,13 +139,20 @@ class Conversation:
 
     def _stream(self) -> Iterator[dict[str, Any]]:
         body = {**self._body, "messages": self.messages, "stream": True}
-        try:
-            with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
-                if response.status_code != 200:
-                    raise ServerError(_said(response.status_code, response.read()))
-                yield from _chunks(response.iter_lines())
-        except _http_errors() as error:
-            raise _unreachable(self._http, error) from error
+        for num_left in reversed(range(MAX_TRIES)):
+            try:
+                with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
+                    if response.status_code == 200:
+                        yield from _chunks(response.iter_lines())
+                        return
+                    said = _said(response.status_code, response.read())
+                    pause_s = _pause_s(response)
+            except _http_errors() as error:
+                raise _unreachable(self._http, error) from error
+            if pause_s is None or not num_left:
+                raise ServerError(said)
+            click.secho(f"{said}; asking again in {pause_s:g} s", fg="yellow", err=True)
+            time.sleep(pause_s)
 
 
 class Shown:
@@ -207,6 +219,14 @@ def _said(status: int, body: bytes) -> str:
         return f"{json.loads(body)['error']['message']} (status {status})"
     except (ValueError, KeyError, TypeError):
         return f"the server answered with status {status}: {body[:200].decode(errors='replace')}"
+
+
+def _pause_s(response: Any) -> float | None:
+    """Return when to ask again; None where asking again would not help."""
+    if response.status_code != 503:
+        return None
+    asked = response.headers.get("retry-after", "")
+    return min(float(asked), MAX_PAUSE_S) if asked.isdigit() else 1.0
 
 
 def _unreachable(http: Any, error: Exception) -> ServerError:

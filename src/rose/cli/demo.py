@@ -128,13 +128,19 @@ class TimedConversation(Conversation):
 
     def report(self) -> None:
         """Print time to first token, rate and cost."""
+        from rose.utils.device import detect
+
         rate = self.num_output_tokens / self.decode_s if self.decode_s else 0.0
-        cost = self.total_s / 3600 * DOLLARS_PER_HOUR / max(1, self.num_output_tokens) * 1e6
+        dollars = self.total_s / 3600 * DOLLARS_PER_HOUR / max(1, self.num_output_tokens) * 1e6
+        cost = (
+            f"; ${dollars:.2f} per million output tokens at ${DOLLARS_PER_HOUR:.2f} an hour, one user"
+            if detect("auto").kind == "cuda"
+            else ""  # the price is a GPU's
+        )
         first = ", ".join(f"{s * 1e3:.0f}" for s in self.first_token_s)
         click.secho(
             f"{self.num_prompt_tokens} prompt tokens, {self.num_output_tokens} output tokens; "
-            f"first text after {first} ms; {rate:.0f} tokens/s; "
-            f"${cost:.2f} per million output tokens at ${DOLLARS_PER_HOUR:.2f} an hour, one user",
+            f"first text after {first} ms; {rate:.0f} tokens/s{cost}",
             fg="green",
         )
 

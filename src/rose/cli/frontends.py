@@ -121,13 +121,18 @@ class Children:
 
     async def _keep(self, command: Sequence[str]) -> None:
         while not self._is_stopping:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=(self._spec.listener,),
-                start_new_session=True,
-                preexec_fn=end_with_parent if sys.platform == "linux" else None,
-            )
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    pass_fds=(self._spec.listener,),
+                    start_new_session=True,
+                    preexec_fn=end_with_parent if sys.platform == "linux" else None,
+                )
+            except OSError as error:  # no memory, no process number: it may pass
+                self._announce("restarting", f"a frontend cannot be started: {error}; trying again")
+                await asyncio.sleep(RESTART_SECONDS)
+                continue
             self._processes.add(process)
             if self._is_stopping:
                 process.terminate()

@@ -184,7 +184,7 @@ class EngineClient:
             return None
         return (
             f"the engine has made no progress for {self.silence_s:.1f} s; allowed: {limit_s:g} s where a step of "
-            f"{status.step_bound_s:.3f} s is expected"
+            f"{status.step_bound_s:.3f} s is expected; --engine-timeout allows more"
         )
 
     def mark_dead(self, reason: str) -> None:

@@ -107,10 +107,6 @@ def _counters(status: EngineStatus) -> Iterator[Metric]:
     counters = {
         "rose_engine_steps": ("Steps since start", status.num_steps),
         "rose_engine_prompt_tokens": ("Prompt tokens computed", status.num_prompt_tokens),
-        "rose_engine_cached_tokens": (
-            "Prompt tokens taken from the prefix cache",
-            status.num_cached_tokens,
-        ),
         "rose_prefix_cache_queries_tokens": (
             "Prompt tokens looked up in the prefix cache",
             status.num_queried_tokens,

@@ -26,7 +26,7 @@ from rose.frontend.config import FrontendConfig
 from rose.frontend.http import HttpProtocol
 from rose.frontend.jobs import Formatters, JobMaker
 from rose.frontend.metrics import Metrics
-from rose.frontend.siblings import PUBLISH_SECONDS, Siblings
+from rose.frontend.siblings import Siblings
 from rose.protocol.channel import FrontendEndpoint
 from rose.utils.errors import ConfigError
 
@@ -123,7 +123,8 @@ class Frontend:
         if is_supervised:
             followers.append(asyncio.create_task(self._supervise(engines, client, server)))
         if self._siblings is not None:
-            followers.append(asyncio.create_task(self._publish(self._siblings)))
+            publishing = self._siblings.keep_publishing(self._metrics.own_families)
+            followers.append(asyncio.create_task(publishing))
         if self._children is not None:
             self._children.start()
         with self._signals(client, server):
@@ -152,11 +153,6 @@ class Frontend:
                 ),
             )
         )
-
-    async def _publish(self, siblings: Siblings) -> None:
-        while True:
-            siblings.publish(self._metrics.own_families())
-            await asyncio.sleep(PUBLISH_SECONDS)
 
     async def _follow(self, client: EngineClient) -> None:
         """Announce what the engine does, and each time it becomes ready."""

@@ -6,18 +6,23 @@ that has ended stays in the sums; what it had open does not. Knows families of s
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
 from prometheus_client.core import Metric
 from prometheus_client.samples import Sample
 
+from rose.utils.log import get_logger
+
 PUBLISH_SECONDS = 1.0
 SUMMED_GAUGES = frozenset({"rose_http_requests_open", "rose_responses_in_background"})
 """Other gauges tell of what the processes share."""
 _Row = tuple[str, dict[str, str], float]
+
+logger = get_logger(__name__)
 
 
 class Siblings:
@@ -26,6 +31,19 @@ class Siblings:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._own = folder / f"counts-{os.getpid()}"
+
+    async def keep_publishing(self, families: Callable[[], Iterable[Metric]]) -> None:
+        """Publish once a second; never returns. Where the folder cannot be written, the others see older counts."""
+        problem = ""
+        while True:
+            try:
+                self.publish(families())
+                problem = ""
+            except OSError as error:
+                if str(error) != problem:  # told once, not every second
+                    logger.error("counts of this frontend cannot be published: %s", error)
+                problem = str(error)
+            await asyncio.sleep(PUBLISH_SECONDS)
 
     def publish(self, families: Iterable[Metric]) -> None:
         """Write this process's counts where the others find them."""

@@ -25,7 +25,7 @@ from rose.protocol.codec import (
     encode_to_engine,
 )
 from rose.protocol.event import EngineStatus, ErrorEvent, FinishedEvent, FromEngine, TokensEvent
-from rose.protocol.request import Request, ToEngine
+from rose.protocol.request import Abort, Request, ToEngine
 from rose.utils.errors import ConfigError
 
 QUEUED_FRAMES = 100_000
@@ -78,19 +78,49 @@ class EngineEndpoint:
         Raises  ProtocolError for a broken frame; the next call goes on with the next frame.
         """
         end = time.monotonic() + timeout_ms / 1000
-        if not self._unread:
-            self._read()
-        while not self._unread:
-            # A greeting wakes it too, and is no message.
-            left_ms = round((end - time.monotonic()) * 1000)
-            if left_ms <= 0 or not self._socket.poll(left_ms, zmq.POLLIN):
-                return None
-            self._read()
-        frontend, frame = self._unread.popleft()
-        message = decode_to_engine(frame)
+        while True:
+            if not self._unread:
+                self._read()
+            while not self._unread:
+                # A greeting wakes it too, and is no message.
+                left_ms = round((end - time.monotonic()) * 1000)
+                if left_ms <= 0 or not self._socket.poll(left_ms, zmq.POLLIN):
+                    return None
+                self._read()
+            frontend, frame = self._unread.popleft()
+            message = decode_to_engine(frame)
+            if self._is_taken(message, frontend):
+                return message
+
+    def _is_taken(self, message: ToEngine, frontend: bytes) -> bool:
+        """Return whether a message may pass: a request's id belongs to the frontend that used it first."""
         if isinstance(message, Request):
-            self._owners[message.request_id] = frontend
-        return message
+            owner = self._owners.get(message.request_id, frontend)
+            if owner == frontend or not self._is_there(owner):
+                self._owners[message.request_id] = frontend
+                return True
+            text = (
+                f"request_id {message.request_id!r} is still running for another frontend; ids must be unique among "
+                "running requests; choose another"
+            )
+            error = ErrorEvent(
+                request_id=message.request_id, code="duplicate_request_id", message=text
+            )
+            self._send(frontend, [error])
+            return False
+        return not isinstance(message, Abort) or (
+            self._owners.get(message.request_id, frontend) == frontend
+        )
+
+    def _is_there(self, frontend: bytes) -> bool:
+        try:
+            self._transmit(frontend, encode_from_engine([]))
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                return False
+            if error.errno != zmq.EAGAIN:
+                raise
+        return True
 
     def send(self, events: list[FromEngine]) -> bool:
         """Send events without waiting, to each frontend in one frame; False: no frontend took any.
@@ -109,6 +139,8 @@ class EngineEndpoint:
                 for frontend in self._frontends:
                     shares.setdefault(frontend, []).append(event)
                 continue
+            elif isinstance(event, ErrorEvent) and event.code == "duplicate_request_id":
+                owner = owner_of(event.request_id)  # the first of that id runs on
             else:
                 owner = self._owners.pop(event.request_id, None)
             if owner != last_owner:

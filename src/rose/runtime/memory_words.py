@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 
 
+def _weights(config: EngineConfig) -> str:
+    activations = config.quant.activations
+    text = f"experts in {config.quant.weights}, relayouts included"
+    # What a file holds in 4 bits a number then takes 32: somebody would look for the difference.
+    return text if activations == "bf16" else f"{text}: copies in {activations} for a CPU's kernels"
+
+
 def table(
     plan: MemoryPlan,
     layout: CacheLayout,
@@ -31,7 +38,7 @@ def table(
     free = "" if free_bytes is None else f", {_size(free_bytes).strip()} free"
     yield f"device      {_size(device.memory_bytes)}  {device.name}{free}"
     rows = (
-        ("weights", use.weights, f"experts in {config.quant.weights}, relayouts included"),
+        ("weights", use.weights, _weights(config)),
         (
             "workspace",
             use.workspace,

@@ -12,7 +12,7 @@ from rose.frontend.config import FrontendConfig
 from rose.frontend.formatters.registry import build_formatter
 from rose.frontend.formatters.shape import AnswerShape
 from rose.frontend.grammar.build import GrammarBuilder, json_text
-from rose.frontend.grammar.checker import Checker, Text
+from rose.frontend.grammar.checker import Checker, CheckerUnavailable, Text
 from rose.protocol.request import Request
 
 OBJECT = {
@@ -336,6 +336,29 @@ def test_a_process_that_dies_is_told_and_replaced():
     child = process._child
     checker.close()
     assert child.poll() is not None
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("exec sleep 60", "was not ready after 0.2 s"),
+        ("exit 1", "ended at once"),
+        (None, "be started"),
+    ],
+)
+def test_a_process_that_does_not_start_is_told_within_a_limit(tmp_path, monkeypatch, command, text):
+    program = tmp_path / "python"
+    if command is not None:
+        program.write_text(f"#!/bin/sh\n{command}\n")
+        program.chmod(0o700)
+    monkeypatch.setattr("rose.frontend.grammar.checker.sys.executable", str(program))
+    monkeypatch.setattr("rose.frontend.grammar.checker.START_SECONDS", 0.2)
+    checker = Checker(num_processes=1, seconds=20)
+    with pytest.raises(CheckerUnavailable, match=text):
+        checker.problems([Text("schema", json_text(OBJECT))])
+    monkeypatch.undo()
+    assert checker.problems([Text("schema", json_text(OBJECT))]) == [None], "the next one may work"
+    checker.close()
 
 
 def test_every_choice_is_constrained(ask):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 
+from rose.frontend.metrics import Metrics
 from rose.frontend.responses.background import Background
-from rose.frontend.responses.store import Limits
+from rose.frontend.responses.store import Limits, NoStore
 
 ANSWER = (
     "<|channel|>analysis<|message|>Easy sum.<|end|>"
@@ -247,3 +249,26 @@ def test_kept_events_stay_within_the_limits(talk, monkeypatch, limits):
             assert sum(made[0]._logs[i].num_bytes for i in kept) <= limits["num_bytes"]
 
     talk(scenario, ANSWER)
+
+
+def test_a_response_may_be_forgotten_while_it_is_cancelled():
+    body = SimpleNamespace(id="r", status="queued")
+    turn = SimpleNamespace(
+        body=body,
+        keep=lambda: None,
+        created=list,
+        cancelled=lambda: setattr(body, "status", "cancelled"),
+    )
+
+    async def scenario():
+        background = Background(
+            NoStore(), Limits(num_records=3, num_bytes=3000, seconds=60.0), Metrics()
+        )
+        log = background.start(turn)
+        cancel = asyncio.create_task(background.cancel(SimpleNamespace(id="r", status="queued")))
+        background._tasks["r"].add_done_callback(lambda _: background.forget("r"))
+        await cancel
+        assert body.status == "cancelled"
+        assert log.is_closed
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))

@@ -119,6 +119,23 @@ def test_events_count_and_go_with_their_record(tmp_path):
     assert store.num_bytes() == 0
 
 
+def test_events_of_a_record_that_made_room_are_not_kept_any_more(tmp_path):
+    limits = Limits(num_records=3, num_bytes=3000, seconds=60.0)
+    store = FileStore(str(tmp_path / "responses"), limits)
+    store.put(record("a"))
+    store.add_events("a", 0, [b"x" * 2000])
+    store.put(record("b", 1000))
+    assert store.get("a") is None
+    size = store.num_bytes()
+    store.add_events("a", 1, [b"y" * 2000])  # its response still runs
+    store.put(record("a"))
+    store.add_events("a", 2, [b"z" * 2000])
+    assert store.events("a", 0) == [], "a gap would be read as if it were the beginning"
+    assert store.num_bytes() < size + 1000
+    with contextlib.closing(sqlite3.connect(tmp_path / "responses")) as file:
+        assert file.execute("SELECT count(*) FROM events").fetchone() == (0,)
+
+
 def test_a_file_that_cannot_be_used_says_so_whatever_is_asked(tmp_path):
     path = tmp_path / "responses"
     store = FileStore(str(path), Limits(num_records=3, num_bytes=3000, seconds=60.0))

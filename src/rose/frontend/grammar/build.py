@@ -18,7 +18,7 @@ import msgspec
 from rose.frontend.errors import RequestError
 from rose.frontend.formatters.base import FormatError, Formatter
 from rose.frontend.formatters.shape import ANY_OBJECT, AnswerShape, JsonSchema
-from rose.frontend.grammar.checker import Checker, CheckTimeout, Text
+from rose.frontend.grammar.checker import Checker, CheckerUnavailable, CheckTimeout, Text
 from rose.protocol.grammar import Constraint, Grammar, Vocabulary
 
 CACHED_SHAPES = 256
@@ -101,6 +101,10 @@ class GrammarBuilder:
                 "have the server started with a larger --grammar-build-seconds",
                 param=param,
             ) from None
+        except CheckerUnavailable as error:
+            raise RequestError(
+                "engine_unavailable", f"{param} cannot be checked: {error}; try again later"
+            ) from error
         if problem is not None:
             raise _cannot(param, "the grammar of the answer", problem)
         return Constraint(

@@ -19,6 +19,8 @@ MAX_MEMORY_BYTES = 2 << 30
 """Address space of the process; a schema that needs more has failed."""
 MAX_MESSAGE = 500
 """Characters of the library's words that are passed on."""
+START_SECONDS = 30.0
+"""A process has read the library after 0.2 s, on a machine that is busy after a few seconds."""
 _READ_BYTES = 1 << 16
 
 
@@ -31,6 +33,10 @@ class Text(msgspec.Struct, array_like=True):
 
 class CheckTimeout(Exception):
     """A check took too long; its process is gone."""
+
+
+class CheckerUnavailable(Exception):
+    """No process could be started."""
 
 
 class Checker:
@@ -46,7 +52,7 @@ class Checker:
     def problems(self, texts: list[Text]) -> list[str | None]:
         """Return, per text, why the library does not take it; None where it does.
 
-        Raises  CheckTimeout after the limit, counted from when a process is free
+        Raises  CheckTimeout after the limit, counted from when a process is free; CheckerUnavailable
         """
         process = self._idle.get()
         try:
@@ -69,7 +75,7 @@ class _Process:
     def ask(self, texts: list[Text], seconds: float) -> list[str | None]:
         child = self._child if self._child is not None and self._child.poll() is None else None
         if child is None:
-            self._child = child = _start()
+            child = self._start()
         assert child.stdin is not None, "it was opened with a pipe"
         try:
             child.stdin.write(msgspec.json.encode(texts) + b"\n")
@@ -81,6 +87,26 @@ class _Process:
             self.kill()
             return ["the grammar library gave up on it (too much memory)"] * len(texts)
         return msgspec.json.decode(answer, type=list[str | None])
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        """Start a process, and wait until it has read the library, which is not part of any check."""
+        try:
+            self._child = child = subprocess.Popen(
+                [sys.executable, "-m", __name__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,  # a Ctrl-C is for the server, which ends it
+            )
+            answer = self._read(child, time.monotonic() + START_SECONDS)
+        except OSError as error:
+            raise CheckerUnavailable(f"the process for it cannot be started: {error}") from error
+        except CheckTimeout:
+            text = f"the process for it was not ready after {START_SECONDS:g} s"
+            raise CheckerUnavailable(text) from None
+        if not answer:
+            self.kill()
+            raise CheckerUnavailable("the process for it ended at once")
+        return child
 
     def _read(self, child: subprocess.Popen[bytes], deadline: float) -> bytes:
         """Return a line; empty where the process has ended."""
@@ -102,19 +128,6 @@ class _Process:
         if child is not None:
             child.kill()
             child.communicate()
-
-
-def _start() -> subprocess.Popen[bytes]:
-    """Start a process, and wait until it has read the library, which is not part of any check."""
-    child = subprocess.Popen(
-        [sys.executable, "-m", __name__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,  # a Ctrl-C is for the server, which ends it
-    )
-    assert child.stdout is not None, "it was opened with a pipe"
-    child.stdout.readline()
-    return child
 
 
 def main() -> None:

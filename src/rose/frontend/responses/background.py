@@ -132,13 +132,16 @@ class Background:
 
     async def cancel(self, record: Record) -> None:
         """End a response and wait until it has ended; one that has is left alone."""
+        # Taken now: a DELETE may forget them while this waits.
         task, turn = self._tasks.get(record.id), self._turns.get(record.id)
+        log = self._logs.get(record.id)
         if task is not None and turn is not None:
             task.cancel()
             await asyncio.wait([task])
             if turn.body.status not in FINISHED:  # it had not even begun to run
                 turn.cancelled()
-                self._logs[record.id].close()
+                if log is not None:
+                    log.close()
         elif record.status not in FINISHED:
             self._store.ask_to_end(record.id)
             await self._until_ended(record.id)

@@ -88,16 +88,22 @@ class FileStore:
         return self._sums()[1]
 
     def add_events(self, response_id: str, first: int, events: Sequence[bytes]) -> None:
-        """Keep the events from number `first` on."""
+        """Keep the events from number `first` on, where those before them and the record are still kept."""
         rows = [(response_id, first + i, raw) for i, raw in enumerate(events)]
         num_bytes = sum(map(len, events))
         with self._change() as change:
-            for row in rows:
-                change("INSERT OR REPLACE INTO events VALUES (?, ?, ?)", row)
-            change(
+            before = change(
+                "SELECT 1 FROM events WHERE id = ? AND number = ?", (response_id, first - 1)
+            )
+            if first > 0 and before.fetchone() is None:
+                return  # they made room for others; what is left would be read as if it were the first
+            counted = change(
                 "UPDATE records SET event_bytes = event_bytes + ? WHERE id = ?",
                 (num_bytes, response_id),
             )
+            if counted.rowcount:
+                for row in rows:
+                    change("INSERT OR REPLACE INTO events VALUES (?, ?, ?)", row)
 
     def events(self, response_id: str, first: int) -> list[bytes]:
         """Return the events from number `first` on."""
