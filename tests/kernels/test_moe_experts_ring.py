@@ -8,11 +8,13 @@ import re
 import pytest
 
 from fakes import decode_experts
-from rose.kernels import build
+from rose.kernels import build, registry
 from rose.kernels.moe_experts import cases
 from rose.kernels.moe_experts.cuda_decode_calls import Launch
+from rose.utils.device import DeviceFacts
 
 impl = importlib.import_module("rose.kernels.moe_experts.cuda_ring_impl")
+H200 = DeviceFacts(kind="cuda", name="H200", capability=(9, 0))
 SIZES = {"D": 704, "I": 640, "E": 4, "K": 2}
 """5.5 and 5 groups of 128 columns: the last chunk of two groups may be short, as in 2880 = 22.5 * 128."""
 EIGHT = Launch(width=8, warps=8, stages=3)
@@ -73,7 +75,24 @@ def test_without_any_expert_here_the_sum_is_zero():
     assert (arguments["out_TD"] == 0).all()
 
 
-@pytest.mark.parametrize("tokens", [65, 128, impl.MAX_TOKENS])
+@pytest.mark.skipif(build.find_nvcc() is None, reason="nvcc is not installed")
+@pytest.mark.parametrize(
+    ("sizes", "wanted"),
+    [(cases.GPT_OSS_20B, "cuda_ring"), (cases.GPT_OSS_120B, "cuda_decode_many_tokens")],
+)
+def test_the_ring_is_bound_for_few_experts_and_many_tokens(sizes, wanted):
+    bound = registry.bind(
+        "moe_experts", formats={"activation": "bf16", "weight": "mxfp4"}, sizes=sizes, device=H200
+    )
+    names = {rows: bound.table[_regime(bound, rows)].name for rows in (32, 48, 64, 128, 256)}
+    assert names == {32: "cuda_decode", 48: "cuda_decode", 64: wanted, 128: wanted, 256: wanted}
+
+
+def _regime(bound, rows):
+    return next(r for r in bound.table if r.phase == "decode" and r.min_rows <= rows <= r.max_rows)
+
+
+@pytest.mark.parametrize("tokens", [impl.MIN_TOKENS, 128, impl.MAX_TOKENS])
 def test_the_chosen_shape_fits_a_multiprocessor(tokens):
     assert impl.fits(impl.CHOSEN, tokens, cases.GPT_OSS_20B)
 

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 MAX_TOKENS = 64
-"""Measured on an H200: a layer of the 20b gains 2 to 3 us of 60 to 120 at 1 and 8 tokens, 1 to 3 of 130 to 160 at
-32, and loses 30 of 220 to 270 at 128."""
+"""Measured on an H200: a layer of the 20b gains 2 to 3 us of 60 to 128 at 1 and 8 tokens, 0 to 3 of 130 to 180 at
+32; at 128 one run lost 30 of 220 to 270, the next gained 1 to 2 of 240 to 289."""
 
 
 def pays(rows: Tensor) -> bool:

@@ -30,8 +30,10 @@ COLUMNS = 2880
 """Of both matrices: the loop over a row is laid out at compile time."""
 FEW_EXPERTS = 64
 """From here on cuda_decode is faster: 128 tokens of 128 experts take 521 us against 555."""
+MIN_TOKENS = cuda_decode_impl.FEW_TOKENS + 1
 CHOSEN = Launch(width=24, warps=12, stages=2)
-"""On an H200, 128 tokens of 32 experts take 192 us so, 218 with two warpgroups and three stages, 246 with 16 wide."""
+"""On an H200, 64 and 128 tokens of 32 experts take 174 and 187 us so (cuda_decode 197 and 331); 128 tokens 218 with two
+warpgroups and three stages, 246 with 16 wide."""
 
 LIBRARY = CudaLibrary(Path(__file__).with_name("decode_ring_sm90.cu"))
 EXPERTS = DecodeExperts(LIBRARY)
@@ -90,7 +92,7 @@ register(
         max_capability=(9, 0),
         formats={"activation": frozenset({"bf16"}), "weight": frozenset({"mxfp4"})},
         phases=frozenset({"decode"}),
-        rows=(65, MAX_TOKENS),
+        rows=(MIN_TOKENS, MAX_TOKENS),
         limits=_limits,
         library=LIBRARY,
         note="64 rows at a time through wgmma, loaded by the tensor copy engine",
