@@ -1,7 +1,7 @@
 """Check and time the decode kernels that came after decode_variants.py, beside those they replaced.
 
     PYTHONPATH=src python benchmarks/decode_variants2.py [--ops sample 20b 120b] [--batches 1 8 32 128]
-        [--out FILE.jsonl] [--seconds 105]
+        [--only cluster] [--out FILE.jsonl] [--seconds 105]
 
 Compiles all CUDA sources side by side, then runs each operation in a process of its own: every variant is held
 against the reference on fresh inputs with poisoned outputs, then timed as the median of graph replays over
@@ -151,11 +151,13 @@ def sample_kinds(rows: int) -> list[tuple[str, Any]]:
 
 
 def check_sample(args: argparse.Namespace, out: Recorder) -> None:
-    """Hold the draw against the reference: all cases, and every kind at the real vocabulary."""
+    """Hold the draw against the reference: every kind at the real vocabulary, and all cases unless told `--only`."""
     module = cases_module("sample")
     rows = mistakes = 0
-    wanted = [(c, s) for c in module.CASES for s in (11, 12) if c.rows <= 256 and not c.timed]
-    wanted += [(c, s) for _, c in sample_kinds(24) for s in (13, 14)]
+    wanted = [(c, 13) for _, c in sample_kinds(24)]
+    if args.only is None:
+        wanted += [(c, 14) for _, c in sample_kinds(24)]
+        wanted += [(c, s) for c in module.CASES for s in (11, 12) if c.rows <= 256 and not c.timed]
     for case, seed in wanted:
         if time.time() > args.deadline:
             out.late += 1
@@ -189,6 +191,8 @@ def bench_sample(args: argparse.Namespace, out: Recorder) -> None:
         for name, case in sample_kinds(batch):
             calls = [module.inputs(case, seed, "cuda") for seed in range(4)]
             for config, function in (("cluster", CLUSTER.sample), ("triton", TRITON_SAMPLE.sample)):
+                if args.only not in (None, config):
+                    continue
                 if time.time() > args.deadline:
                     out.late += 1
                     continue
@@ -242,6 +246,7 @@ def parse(description: str | None) -> argparse.Namespace:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 128])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=105, help="for everything")
+    parser.add_argument("--only", choices=["cluster", "triton"], help="draw that alone")
     parser.add_argument("--keep", type=int, default=12, help="rows of the table per batch")
     parser.add_argument("--do", help=argparse.SUPPRESS)
     parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)

@@ -18,16 +18,15 @@ namespace rose::moe_decode {
 constexpr int kMostWarps = 16;
 
 struct E4m3Layout {
-  int x, scale_bytes, scales, parts, barriers, factors, largest, counts, hits, order, total;
+  int x, scale_bytes, scales, barriers, factors, largest, counts, hits, order, total;
 
-  template <int kN, int kGroups, int kStages, bool kShares>
+  template <int kN, int kGroups, int kStages>
   __host__ __device__ static E4m3Layout make(const Call& c) {
     E4m3Layout l;
     l.x = kGroups * kStages * kChunkBytes;
     l.scale_bytes = kTileRows * (c.columns / 32);
     l.scales = l.x + (c.columns + 127) / 128 * kN * 256;
-    l.parts = l.scales + 2 * kGroups * l.scale_bytes;
-    l.barriers = l.parts + (kShares ? 2 * (kGroups - 1) * 128 * kN * 2 : 0);
+    l.barriers = l.scales + 2 * kGroups * l.scale_bytes;
     l.factors = l.barriers + (kGroups * kStages * 8 + 15) / 16 * 16;
     l.largest = l.factors + kN * 4;
     l.hits = l.largest + 2 * kMostWarps * 4;
@@ -144,21 +143,16 @@ __device__ __forceinline__ void finish_split_tile(const Call& c, const int4& hit
   }
 }
 
-// Grid: any number of blocks. kShares: the warpgroups of a block share out the chunks of each tile, and the last one
-// adds up their parts; otherwise they take turns at the tiles of a run.
-template <bool kGateUp, int kN, int kGroups, int kStages, int kColumns, bool kShares>
+// Grid: any number of blocks.
+template <bool kGateUp, int kN, int kGroups, int kStages, int kColumns>
 __global__ void __launch_bounds__(kGroups * 128, 1)
     e4m3_kernel(const Call c, const __grid_constant__ CUtensorMap codes_map) {
   constexpr int kThreads = kGroups * 128, blocks = kColumns / 32;
   constexpr int kChunks = (blocks + 7) / 8, kLastSteps = (blocks - 8 * (kChunks - 1)) / 2;
   static_assert(kColumns % 64 == 0, "a step is two blocks");
-  constexpr int kItemStep = kShares ? 1 : kGroups, kChunkStep = kShares ? kGroups : 1;
-  static_assert(kStages <= kChunks / kChunkStep, "two buffers of scales last while a ring is no longer than a tile");
-  static_assert(!kShares || kChunks % kGroups == 0, "the last group has the last chunk");
-  // Named barriers: a group's own, parts of a tile there, parts read.
-  constexpr int kOwn = 1, kThere = kOwn + kGroups, kRead = kThere + 2;
+  static_assert(kStages <= kChunks, "two buffers of scales last while a ring is no longer than a tile");
   extern __shared__ __align__(1024) uint8_t shared[];
-  const E4m3Layout l = E4m3Layout::make<kN, kGroups, kStages, kShares>(c);
+  const E4m3Layout l = E4m3Layout::make<kN, kGroups, kStages>(c);
   int4* hits = reinterpret_cast<int4*>(shared + l.hits);
   uint16_t* order = reinterpret_cast<uint16_t*>(shared + l.order);
   int* counts = reinterpret_cast<int*>(shared + l.counts);
@@ -187,14 +181,13 @@ __global__ void __launch_bounds__(kGroups * 128, 1)
   const int end = static_cast<int64_t>(total) * (blockIdx.x + 1) / gridDim.x;
 
   // The issuing warp's place in the sequence of chunks, always kStages ahead of what is multiplied.
-  const int first_chunk = kShares ? group : 0;
-  int next_item = kShares ? begin : begin + group, next_chunk = first_chunk, next_stage = 0, next_buffer = 0, next_row = 0;
+  int next_item = begin + group, next_chunk = 0, next_stage = 0, next_buffer = 0, next_row = 0;
   const uint32_t ring_at = shared_address(shared) + group * kStages * kChunkBytes;
   const uint32_t scales_at = shared_address(shared + l.scales) + group * 2 * l.scale_bytes;
   auto issue = [&] {
     if (next_item >= end) return;
     const uint32_t barrier = full + 8 * next_stage;
-    if (next_chunk == first_chunk) {
+    if (next_chunk == 0) {
       const int number = next_item / tiles;
       next_row = hits[number].x * c.rows + (next_item - number * tiles) * kTileRows;
       arrive_expect_if(is_first_lane, barrier, kChunkBytes + l.scale_bytes);
@@ -206,8 +199,7 @@ __global__ void __launch_bounds__(kGroups * 128, 1)
     }
     tma_load_2d_if(is_first_lane, ring_at + next_stage * kChunkBytes, &codes_map, barrier, next_chunk * 128, next_row);
     if (++next_stage == kStages) next_stage = 0;
-    next_chunk += kChunkStep;
-    if (next_chunk >= kChunks) next_chunk = first_chunk, next_item += kItemStep;
+    if (++next_chunk == kChunks) next_chunk = 0, next_item += kGroups;
   };
   if (is_issuer) {
     for (int s = 0; s < kStages; ++s) issue();
@@ -223,7 +215,7 @@ __global__ void __launch_bounds__(kGroups * 128, 1)
   const int first_offset = g < 4 ? 0 : blocks, second_offset = blocks - first_offset;
 
   bool has_waited = kGateUp;
-  int buffer = 0, stage = 0, num_done = 0;
+  int buffer = 0, stage = 0;
   uint32_t parity = 0;
   for (int item = begin; item < end;) {
     const int number = item / tiles, last = min(end, (number + 1) * tiles);
@@ -233,15 +225,17 @@ __global__ void __launch_bounds__(kGroups * 128, 1)
       let_next_kernel_start();
       has_waited = true;
     }
+#ifdef ROSE_TRY_SYNC
+    __syncthreads();
+#endif
     split_operand<kN, kGateUp, kGroups * 4>(c, h, order, shared + l.x, factors,
                                             reinterpret_cast<uint32_t(*)[kMostWarps]>(shared + l.largest));
     fence_proxy_async();
     __syncthreads();
     const uint32_t x_at = descriptor_low(shared_address(shared + l.x));
     // Items of a run go round the warpgroups whatever the hit.
-    const int skipped = kShares ? 0 : (group + kGroups - (item - begin) % kGroups) % kGroups;
-    for (int own = item + skipped; own < last; own += kItemStep) {
-      const uint8_t* scales = lane_scales + buffer * l.scale_bytes + first_chunk * 8;
+    for (int own = item + (group + kGroups - (item - begin) % kGroups) % kGroups; own < last; own += kGroups) {
+      const uint8_t* scales = lane_scales + buffer * l.scale_bytes;
       const uint8_t* under_way = nullptr;  // scales of the step that is being multiplied
       float d[kN / 2] = {};
       float sums[2][kN / 2];  // of the two blocks of a step
@@ -259,7 +253,7 @@ __global__ void __launch_bounds__(kGroups * 128, 1)
         }
       };
 #pragma unroll 1
-      for (int chunk = first_chunk; chunk < kChunks; chunk += kChunkStep) {
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
         mbarrier_wait(full + 8 * stage, parity);
         const uint32_t source = lane_codes + stage * kChunkBytes;
         uint4 codes[4];
@@ -267,7 +261,11 @@ __global__ void __launch_bounds__(kGroups * 128, 1)
         for (int s = 0; s < 4; ++s) codes[s] = load_matrices(source ^ (32 * s));
         if (++stage == kStages) stage = 0, parity ^= 1;
         // The chunk is in registers: it may be filled anew.
-        named_sync(kOwn + group, 128);
+#ifdef ROSE_TRY_LOADED
+        sync_after(codes, 1 + group);
+#else
+        named_sync(1 + group, 128);
+#endif
         if (is_issuer) issue();
         const bool is_last = chunk == kChunks - 1;
         const uint32_t x_tile = x_at + chunk * (4 * kN * 128 / 16);
@@ -280,45 +278,33 @@ __global__ void __launch_bounds__(kGroups * 128, 1)
           codes_to_e4m3(codes[s].z, now[1][0], now[1][2]);
           codes_to_e4m3(codes[s].w, now[1][1], now[1][3]);
           settle_words(now);  // before the wait, not after it
-          if (s > 0 || chunk > first_chunk) add(under_way);
+          if (s > 0 || chunk > 0) add(under_way);
           wgmma_fence();
 #pragma unroll
           for (int b = 0; b < 2; ++b) {
             const uint32_t x_block = x_tile + ((s >> 1) * 2 * kN * 128 + (2 * (s & 1) + b) * 32) / 16;
             wgmma_e4m3_narrow<kN, false>(sums[b], now[b], whole_descriptor(x_block));
+#ifdef ROSE_TRY_ALONE
+            wgmma_commit();
+            wgmma_wait<0>();
+            settle(sums[b]);
+            wgmma_fence();
+#endif
             wgmma_e4m3_narrow<kN, true>(sums[b], now[b], whole_descriptor(x_block + kN * 128 / 16));
+#ifdef ROSE_TRY_ALONE
+            wgmma_commit();
+            wgmma_wait<0>();
+            settle(sums[b]);
+            wgmma_fence();
+#endif
           }
           wgmma_commit();
           under_way = scales + 2 * s;
         }
-        scales += 8 * kChunkStep;
+        scales += 8;
       }
       add(under_way);
-      bool finishes = true;
-      if constexpr (kShares) {
-        finishes = group == kGroups - 1;
-        float4* parts = reinterpret_cast<float4*>(shared + l.parts) +
-                        (buffer * (kGroups - 1) * (kN / 8) * 128 + (threadIdx.x & 127));
-        if (!finishes) {
-          if (num_done >= 2) named_sync(kRead + buffer, kThreads);
-#pragma unroll
-          for (int j = 0; j < kN / 8; ++j) {
-            parts[(group * (kN / 8) + j) * 128] = make_float4(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]);
-          }
-          named_arrive(kThere + buffer, kThreads);
-        } else {
-          named_sync(kThere + buffer, kThreads);
-#pragma unroll
-          for (int i = 0; i < (kGroups - 1) * (kN / 8); ++i) {
-            const float4 v = parts[i * 128];
-            const int j = i % (kN / 8);
-            d[4 * j] += v.x, d[4 * j + 1] += v.y, d[4 * j + 2] += v.z, d[4 * j + 3] += v.w;
-          }
-          named_arrive(kRead + buffer, kThreads);
-        }
-        ++num_done;
-      }
-      if (finishes) finish_split_tile<kN, kGateUp>(c, h, own - number * tiles, d, order, factors);
+      finish_split_tile<kN, kGateUp>(c, h, own - number * tiles, d, order, factors);
       buffer ^= 1;
     }
     item = last;

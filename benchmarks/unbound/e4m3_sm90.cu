@@ -8,10 +8,10 @@ using namespace rose::moe_decode;
 
 constexpr int kColumns = 2880;  // of both matrices of both models: the loop over a row is laid out at compile time
 
-template <bool kGateUp, int kN, int kGroups, int kStages, bool kShares>
+template <bool kGateUp, int kN, int kGroups, int kStages>
 cudaError_t start(const Call& call, int blocks, bool is_dependent, cudaStream_t stream) {
-  auto kernel = e4m3_kernel<kGateUp, kN, kGroups, kStages, kColumns, kShares>;
-  const int bytes = E4m3Layout::make<kN, kGroups, kStages, kShares>(call).total;
+  auto kernel = e4m3_kernel<kGateUp, kN, kGroups, kStages, kColumns>;
+  const int bytes = E4m3Layout::make<kN, kGroups, kStages>(call).total;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
   CUtensorMap map;
@@ -36,18 +36,14 @@ cudaError_t start(const Call& call, int blocks, bool is_dependent, cudaStream_t 
 template <bool kGateUp>
 cudaError_t dispatch(const Call& call, int width, int warps, int blocks, bool is_dependent, cudaStream_t stream) {
   if (call.columns != kColumns || call.is_fp8) return cudaErrorInvalidValue;
-#define ROSE_CASE(n, g, s, shares)                                       \
-  if (width == n && warps == 4 * g && call.stages == s) {                \
-    return start<kGateUp, n, g, s, shares>(call, blocks, is_dependent, stream); \
+#define ROSE_CASE(n, g, s)                                              \
+  if (width == n && warps == 4 * g && call.stages == s) {               \
+    return start<kGateUp, n, g, s>(call, blocks, is_dependent, stream); \
   }
-#ifdef ROSE_SHARES
-  ROSE_CASE(8, 4, 3, true)
-  ROSE_CASE(8, 3, 4, true)
-#else
-  ROSE_CASE(8, 4, 4, false)
-  ROSE_CASE(16, 3, 4, false)
-  ROSE_CASE(24, 3, 2, false)
-#endif
+  ROSE_CASE(8, 4, 4)
+  ROSE_CASE(8, 3, 4)
+  ROSE_CASE(16, 3, 4)
+  ROSE_CASE(24, 3, 2)
 #undef ROSE_CASE
   return cudaErrorInvalidValue;
 }

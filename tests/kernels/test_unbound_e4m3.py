@@ -65,11 +65,3 @@ def test_the_kernel_gives_the_reference(tokens, shape):
 def test_the_ring_goes_round_within_a_tile_and_across_tiles():
     sizes = {"D": 704, "I": 1152, "E": 2, "K": 1}
     decode_experts.check(e4m3.EXPERTS, cases._case("drawn", 1, sizes), EIGHT)
-
-
-@pytest.mark.parametrize(("tokens", "width"), [(3, 8), (12, 24)])
-@pytest.mark.usefixtures("on_cpu")
-def test_groups_that_share_a_tile_add_up_their_parts(tokens, width):
-    sizes = {"D": 1472, "I": 960, "E": 2, "K": 1}
-    case = cases._case("drawn", tokens, sizes)
-    decode_experts.check(e4m3.EXPERTS, case, Launch(width=width, warps=8, stages=2))

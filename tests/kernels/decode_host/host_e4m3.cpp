@@ -7,11 +7,11 @@ alignas(1024) uint8_t shared[512 << 10];
 
 using namespace rose::moe_decode;
 
-template <bool kGateUp, int kN, int kGroups, int kStages, bool kShares, int kColumns>
+template <bool kGateUp, int kN, int kGroups, int kStages, int kColumns>
 int run(const Call& call, int blocks) {
   const CUtensorMap map = {call.codes, kColumns / 2, int64_t(call.experts) * call.rows};
   const int threads = kGroups * 128;
-  const int bytes = E4m3Layout::make<kN, kGroups, kStages, kShares>(call).total;
+  const int bytes = E4m3Layout::make<kN, kGroups, kStages>(call).total;
   for (int b = 0; b < blocks; ++b) {
     std::memset(shared, 0xFF, sizeof shared);  // NaN everywhere
     Block state(threads);
@@ -20,7 +20,7 @@ int run(const Call& call, int blocks) {
       running.emplace_back([=, &call, &map, &state] {
         block = &state;
         threadIdx.x = i, blockIdx.x = b, gridDim.x = blocks;
-        e4m3_kernel<kGateUp, kN, kGroups, kStages, kColumns, kShares>(call, map);
+        e4m3_kernel<kGateUp, kN, kGroups, kStages, kColumns>(call, map);
       });
     }
     for (auto& t : running) t.join();
@@ -34,17 +34,9 @@ int run(const Call& call, int blocks) {
 // Rows of 18, 22 and 36 blocks: the last chunk of eight has two, six and four.
 template <bool kGateUp, int kN, int kGroups, int kStages>
 int run_columns(const Call& call, int blocks) {
-  if (call.columns == 576) return run<kGateUp, kN, kGroups, kStages, false, 576>(call, blocks);
-  if (call.columns == 704) return run<kGateUp, kN, kGroups, kStages, false, 704>(call, blocks);
-  if (call.columns == 1152) return run<kGateUp, kN, kGroups, kStages, false, 1152>(call, blocks);
-  return 1;
-}
-
-// Four and six chunks for two groups to share.
-template <bool kGateUp, int kN>
-int run_shared(const Call& call, int blocks) {
-  if (call.columns == 960) return run<kGateUp, kN, 2, 2, true, 960>(call, blocks);
-  if (call.columns == 1472) return run<kGateUp, kN, 2, 2, true, 1472>(call, blocks);
+  if (call.columns == 576) return run<kGateUp, kN, kGroups, kStages, 576>(call, blocks);
+  if (call.columns == 704) return run<kGateUp, kN, kGroups, kStages, 704>(call, blocks);
+  if (call.columns == 1152) return run<kGateUp, kN, kGroups, kStages, 1152>(call, blocks);
   return 1;
 }
 
@@ -53,8 +45,6 @@ int dispatch(const Call& call, int width, int warps, int blocks, bool, void*) {
   if (width == 8 && warps == 8 && call.stages == 3) return run_columns<kGateUp, 8, 2, 3>(call, blocks);
   if (width == 16 && warps == 4 && call.stages == 2) return run_columns<kGateUp, 16, 1, 2>(call, blocks);
   if (width == 24 && warps == 4 && call.stages == 3) return run_columns<kGateUp, 24, 1, 3>(call, blocks);
-  if (width == 8 && warps == 8 && call.stages == 2) return run_shared<kGateUp, 8>(call, blocks);
-  if (width == 24 && warps == 8 && call.stages == 2) return run_shared<kGateUp, 24>(call, blocks);
   return 1;
 }
 
