@@ -1,6 +1,6 @@
-"""Run the decode experts of benchmarks/unbound again and again on the same inputs: no bit may ever differ.
+"""Run the ring and the experts of benchmarks/unbound again and again on the same inputs: no bit may ever differ.
 
-    PYTHONPATH=src python benchmarks/decode_repeat.py [--seconds 40] [--out FILE.jsonl]
+    PYTHONPATH=src python benchmarks/decode_repeat.py [--seconds 60] [--out FILE.jsonl]
 
 A check against the reference forgives what is rare and small. Here gate_up and down run 30 times each on four inputs,
 and every launch shape has to give the same bits, since each sums a row in the same order. What differs is printed:
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 from decode_variants import EXPERTS, INNER, D, K, Recorder, _moe_calls, expert_layers, short
+from decode_variants2 import RING
 from torch import Tensor
 from unbound import e4m3
 
@@ -31,13 +32,14 @@ CELLS = (("20b", 64), ("120b", 128), ("20b", 128), ("120b", 256), ("20b", 32))
 
 
 def runs(batch: int) -> list[tuple[str, DecodeExperts, Launch]]:
-    """Return (name, what launches, shape); the first is what the others are held against."""
-    found = [("", e4m3.EXPERTS, s) for s in (FIRST, SIXTEEN_WARPS, TWELVE_WARPS, SIXTEEN_WIDE)]
-    found.append(("", e4m3.EXPERTS, replace(SIXTEEN_WARPS, is_dependent=False)))
+    """Return (name, what launches, shape); those of a kernel are held against its first."""
+    found = [("ring", RING.EXPERTS, RING.CHOSEN)] if batch <= RING.MAX_TOKENS else []
+    found += [("e4m3", e4m3.EXPERTS, s) for s in (FIRST, SIXTEEN_WARPS, TWELVE_WARPS, SIXTEEN_WIDE)]
+    found.append(("e4m3", e4m3.EXPERTS, replace(SIXTEEN_WARPS, is_dependent=False)))
     for words, experts in TRIALS.items():
-        found.append((words, experts, SIXTEEN_WARPS))
+        found.append((f"e4m3, {words}", experts, SIXTEEN_WARPS))
         if batch <= 64:
-            found.append((words, experts, SIXTEEN_WIDE))
+            found.append((f"e4m3, {words}", experts, SIXTEEN_WIDE))
     return found
 
 
@@ -64,10 +66,11 @@ def repeat(model: str, batch: int, deadline: float, out: Recorder) -> None:
     experts = EXPERTS[model]
     sizes = {"D": D, "I": INNER, "E": experts, "K": K}
     calls, _ = _moe_calls(batch, experts, expert_layers(experts))
-    first: list[tuple[Tensor, Tensor]] = []
+    first: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
     for words, kernel, shape in runs(batch):
-        line = {"op": f"repeat_{model}", "batch": batch, "config": f"e4m3 {short(shape)} {words}"}
-        if time.time() > deadline or not e4m3.fits(shape, batch, sizes):
+        fits = RING.fits if words == "ring" else e4m3.fits
+        line = {"op": f"repeat_{model}", "batch": batch, "config": f"{words} {short(shape)}"}
+        if time.time() > deadline or not fits(shape, batch, sizes):
             print(f"{line}: {'no time' if time.time() > deadline else 'does not fit'}", flush=True)
             continue
         told, different = 0, {"act": 0, "y": 0}
@@ -77,12 +80,11 @@ def repeat(model: str, batch: int, deadline: float, out: Recorder) -> None:
                 act = torch.full((batch * K, INNER), float("nan"), device="cuda").bfloat16()
                 y = torch.full((batch * K, D), float("nan"), device="cuda")
                 kernel.gate_up(shape, call["x_TD"], ids, weights, act, alpha=1.702, limit=7.0)
-                kernel.down(
-                    shape, act, ids, weights, y
-                )  # starts while gate_up drains, as in a step
-                if number == len(first):
-                    first.append((act, y))
-                for name, found, right in zip(("act", "y"), (act, y), first[number], strict=True):
+                # Starts while gate_up drains, as in a step.
+                kernel.down(shape, act, ids, weights, y)
+                key = words.split(",")[0], number
+                rights = first.setdefault(key, (act, y))
+                for name, found, right in zip(("act", "y"), (act, y), rights, strict=True):
                     kind = torch.int16 if name == "act" else torch.int32
                     if torch.equal(found.view(kind), right.view(kind)):
                         continue
@@ -100,10 +102,10 @@ def main() -> int:
     """Compile side by side, then repeat."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--seconds", type=float, default=40)
+    parser.add_argument("--seconds", type=float, default=60)
     args = parser.parse_args()
     deadline = time.time() + args.seconds
-    libraries = [e4m3.LIBRARY, *e4m3.trials().values()]
+    libraries = [RING.LIBRARY, e4m3.LIBRARY, *e4m3.trials().values()]
     threads = [threading.Thread(target=library.build) for library in libraries]
     for thread in threads:
         thread.start()
