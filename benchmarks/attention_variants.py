@@ -366,7 +366,7 @@ def child(arguments):
     labels = {v: {"variant": v, "what": cuda_impl.VARIANTS[v]} for v in right}
     runs = {v: partial(call, launcher(library(v)), v) for v in right}
     full = [v for v in right if v not in WINDOWED]
-    longest = {}
+    longest: dict[int, float] = {}
     for window, kind in ((None, full), (128, [v for v in right if v in WINDOWED])):
         for shape in shapes(arguments.tokens, [window]) if kind else []:
             if is_late(f"{shape[0]}, window {window}"):
@@ -384,7 +384,7 @@ def child(arguments):
     if not is_late("host costs"):
         host_costs()
     if longest and arguments.last and not is_late("the last"):
-        best = min(longest, key=longest.get)
+        best = min(longest, key=lambda v: longest[v])
         last = (str(arguments.last), [(arguments.last,) * 2], None)
         time_shape(labels, {best: runs[best]}, last, 1, gpu)
     for name in arguments.also:
@@ -416,7 +416,7 @@ def parent(arguments, file):
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         tail, started = [], None
-        for text in process.stdout:
+        for text in process.stdout or ():
             if not text.startswith('{"bench"'):
                 tail = [*tail[-12:], text.rstrip()[:300]]
                 continue

@@ -7,6 +7,7 @@ import itertools
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,7 +58,7 @@ def list_items(host, is_grouped, chunks, heads, cut, num_blocks):
         count = host.list_items(*batch, pointer(words), block, num_blocks, pointer(out))
         blocks.append([])
         for row in out[:count].tolist():
-            item = dict(zip(FIELDS, row[: len(FIELDS)], strict=True))
+            item: dict[str, Any] = dict(zip(FIELDS, row[: len(FIELDS)], strict=True))
             pieces = [row[len(FIELDS) + wg * width :][:width] for wg in range(cut[0])]
             item["pieces"] = [dict(zip(PIECE_FIELDS, piece, strict=True)) for piece in pieces]
             blocks[-1].append(item)

@@ -38,7 +38,7 @@ def functions(code: str) -> list[str]:
 def test_narrow_windows_alone_get_the_kernel_that_holds_three_tiles() -> None:
     """The kernel refuses wider ones; here is where the limit is written twice."""
     header = (cuda_impl.SOURCE.parent / "items.cuh").read_text()
-    tiles, rows = (int(re.search(rf"{n} = (\d+);", header)[1]) for n in ("kWindowTiles", "kRows"))
+    tiles, rows = (int(re.findall(rf"{n} = (\d+);", header)[0]) for n in ("kWindowTiles", "kRows"))
     assert (tiles - 1) * rows + 1 == cuda_impl.MAX_WINDOW
     variants = [cuda_impl.bound_variant(w) for w in (None, 1, 129, 130)]
     assert variants == [36, 40, 40, 36]
