@@ -1,6 +1,6 @@
 """Check, then time, variants of the CUDA prefill attention on this GPU; JSON lines out.
 
-usage: python benchmarks/attention_variants.py [--variants 36,38,40] [--tokens 8192,32768] [--rounds 3] [--last 128000]
+usage: python benchmarks/attention_variants.py [--variants 38,40] [--tokens 8192,32768] [--rounds 3] [--last 128000]
                                                [--seconds N] [--also triton] [--json FILE] [--seed N]
 Every variant is compiled for itself, all at once. Checks run a build that traps after two seconds where it would
 hang; a variant that hangs or faults ends its process, and the parent goes on without it. Those that are right are

@@ -22,35 +22,24 @@ Tables fill_tables(std::vector<int>& memory, int num_sequences, const int* start
   return tables;
 }
 
-template <class Of>
-int list(const Tables& tables, int num_sequences, const Cut& cut, int num_items, Walk walk, int* out) {
+// Write the items of one block, in its order: each as it is, then its pieces; return how many.
+extern "C" int list_items(int num_sequences, const int* starts, const int* lengths, int num_groups,
+                          const int* cut_words, int block, int num_blocks, int* out) {
+  const Cut& cut = *reinterpret_cast<const Cut*>(cut_words);
+  std::vector<int> memory;
+  const Tables tables = fill_tables(memory, num_sequences, starts, lengths,
+                                    [&](int num_queries, int) { return num_items(num_queries, cut); });
+  Walk walk{block, num_blocks};
   int count = 0;
-  for (int index; (index = walk.next(num_items)) >= 0; ++count) {
-    Of item;
-    find_item(tables, num_sequences, cut, index, item);
-    *reinterpret_cast<Work*>(out) = item;
-    out += sizeof(Work) / 4;
+  for (int index; (index = walk.next(tables.tiles_before[num_sequences] * num_groups)) >= 0; ++count) {
+    const Item item = find_item(tables, num_sequences, cut, index);
+    *reinterpret_cast<Item*>(out) = item;
+    out += sizeof(Item) / 4;
     for (int wg = 0; wg < cut.warpgroups; ++wg, out += sizeof(Piece) / 4) {
       *reinterpret_cast<Piece*>(out) = find_piece(item, cut, wg);
     }
   }
   return count;
-}
-
-// Write the items of one block, in its order: each what all have, then its pieces; return how many.
-extern "C" int list_items(int is_grouped, int num_sequences, const int* starts, const int* lengths, int num_heads,
-                          const int* cut_words, int block, int num_blocks, int* out) {
-  const Cut& cut = *reinterpret_cast<const Cut*>(cut_words);
-  std::vector<int> memory;
-  const Tables tables = fill_tables(memory, num_sequences, starts, lengths, [&](int num_queries, int) {
-    return is_grouped ? num_grouped_items(num_queries, cut) : num_tiles(num_queries, cut.warpgroups * kRows);
-  });
-  const int num_tiles = tables.tiles_before[num_sequences];
-  const Walk walk{block, num_blocks};
-  if (is_grouped) {
-    return list<GroupedItem>(tables, num_sequences, cut, num_tiles * (num_heads / cut.heads_per_group), walk, out);
-  }
-  return list<Item>(tables, num_sequences, cut, num_tiles * num_heads, walk, out);
 }
 
 // Write all items of windowed layers as rows of 8 ints; return how many.

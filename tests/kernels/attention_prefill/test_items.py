@@ -17,7 +17,8 @@ from rose.kernels.attention_prefill import contract
 HERE = Path(__file__).parent
 SOURCES = Path(contract.__file__).parent
 ROWS = 64
-FIELDS = ("sequence", "group", "length", "position", "low", "high")
+FIELDS = ("sequence", "group", "first_row", "num_rows", "length", "last_piece", "position")
+FIELDS += ("low", "high")
 PIECE_FIELDS = ("head", "first_row", "num_rows", "position", "length", "low", "high")
 PIECE_FIELDS += ("item_low", "item_high")
 BATCHES = {
@@ -43,10 +44,10 @@ def pointer(array: np.ndarray) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.ctypes.data)
 
 
-def list_items(host, is_grouped, chunks, heads, cut, num_blocks):
+def list_items(host, chunks, groups, cut, num_blocks):
     """Return each block's items as dictionaries.
 
-    `cut`: warpgroups, keys of a tile, window, heads of a section, heads of a group.
+    `cut`: warpgroups, keys of a tile, window, kv heads of a section, heads of a kv head.
     """
     starts = np.cumsum([0, *(new for new, _ in chunks)], dtype=np.int32)
     lengths = np.array([length for _, length in chunks], dtype=np.int32)
@@ -54,7 +55,7 @@ def list_items(host, is_grouped, chunks, heads, cut, num_blocks):
     blocks = []
     for block in range(num_blocks):
         out = np.zeros((8192, len(FIELDS) + cut[0] * width), dtype=np.int32)
-        batch = (is_grouped, len(chunks), pointer(starts), pointer(lengths), heads)
+        batch = (len(chunks), pointer(starts), pointer(lengths), groups)
         count = host.list_items(*batch, pointer(words), block, num_blocks, pointer(out))
         blocks.append([])
         for row in out[:count].tolist():
@@ -65,20 +66,20 @@ def list_items(host, is_grouped, chunks, heads, cut, num_blocks):
     return blocks
 
 
-KINDS = pytest.mark.parametrize("is_grouped", [False, True], ids=["one_head", "grouped"])
 SHAPES = pytest.mark.parametrize(
     ("warpgroups", "tile_keys"), [(2, 128), (3, 128), (3, 64), (2, 192)]
 )
 
 
-@KINDS
 @SHAPES
 @pytest.mark.parametrize("name", BATCHES)
-def test_every_row_of_every_head_is_done_once(host, is_grouped, name, warpgroups, tile_keys):
+def test_every_row_of_every_head_is_done_once(host, name, warpgroups, tile_keys):
     chunks, heads = BATCHES[name], 8
-    for per_group, section, num_blocks in itertools.product((1, 2, 4), (4, 8), (1, 5, 132)):
+    for per_group, divided, num_blocks in itertools.product((1, 2, 4, 8), (1, 2), (1, 5, 132)):
+        groups = heads // per_group
+        section = max(1, groups // divided)
         cut = (warpgroups, tile_keys, 1 << 30, section, per_group)
-        blocks = list_items(host, is_grouped, chunks, heads, cut, num_blocks)
+        blocks = list_items(host, chunks, groups, cut, num_blocks)
         done = np.zeros((sum(new for new, _ in chunks), heads), dtype=int)
         for item in itertools.chain(*blocks):
             assert item["pieces"][0]["num_rows"] > 0
@@ -90,14 +91,13 @@ def test_every_row_of_every_head_is_done_once(host, is_grouped, name, warpgroups
         assert (done == 1).all()
 
 
-@KINDS
 @SHAPES
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("window", [1, 50, 128, 1000, 1 << 30])
-def test_tiles_are_those_that_some_row_sees(host, is_grouped, name, window, warpgroups, tile_keys):
+def test_tiles_are_those_that_some_row_sees(host, name, window, warpgroups, tile_keys):
     chunks = BATCHES[name]
     starts = np.cumsum([0, *(new for new, _ in chunks)])
-    (items,) = list_items(host, is_grouped, chunks, 2, (warpgroups, tile_keys, window, 2, 2), 1)
+    (items,) = list_items(host, chunks, 1, (warpgroups, tile_keys, window, 1, 2), 1)
     for item in items:
         new, length = chunks[item["sequence"]]
         assert item["length"] == length
@@ -122,35 +122,26 @@ def test_tiles_are_those_that_some_row_sees(host, is_grouped, name, window, warp
         assert item["position"] == min(firsts)
 
 
-@pytest.mark.parametrize(
-    ("is_grouped", "chunks", "over"),
-    [
-        (False, [(8192, 8192)], 1.07),
-        (True, [(8192, 8192)], 1.03),
-        (False, [(1024, 1024)] * 8, 1.75),
-        (True, [(1024, 1024)] * 8, 1.4),
-    ],
-)
-def test_blocks_get_like_amounts_of_work(host, is_grouped, chunks, over) -> None:
+@pytest.mark.parametrize(("chunks", "over"), [([(8192, 8192)], 1.03), ([(1024, 1024)] * 8, 1.25)])
+def test_blocks_get_like_amounts_of_work(host, chunks, over) -> None:
     """A block takes as long as its items' tiles; beside it, what masks and the last round cost over the exact work."""
-    blocks = list_items(host, is_grouped, chunks, 64, (3, 128, 1 << 30, 64, 8), 132)
+    blocks = list_items(host, chunks, 8, (3, 128, 1 << 30, 8, 8), 132)
     tiles = [sum(i["high"] - i["low"] + 1 for i in items) for items in blocks]
     exact = 64 * sum(n * (n + 1) // 2 for n, _ in chunks) / (3 * ROWS * 128 * 132)
     assert max(tiles) <= over * exact
 
 
-def test_pieces_of_grouped_items_see_like_numbers_of_tiles(host) -> None:
-    (items,) = list_items(host, True, [(1000, 5000)], 64, (3, 64, 1 << 30, 64, 8), 1)
+def test_pieces_of_an_item_see_like_numbers_of_tiles(host) -> None:
+    (items,) = list_items(host, [(1000, 5000)], 8, (3, 64, 1 << 30, 8, 8), 1)
     for item in items:
         held = [piece for piece in item["pieces"] if piece["num_rows"]]
         assert max(p["high"] for p in held) - min(p["high"] for p in held) <= 1
 
 
-@KINDS
-def test_heads_of_a_section_run_together(host, is_grouped) -> None:
-    (items,) = list_items(host, is_grouped, [(2000, 2000)], 8, (3, 128, 1 << 30, 4, 2), 1)
-    heads = [i["pieces"][0]["head"] // 4 for i in items]
-    assert heads == sorted(heads)
+def test_heads_of_a_section_run_together(host) -> None:
+    (items,) = list_items(host, [(2000, 2000)], 4, (3, 128, 1 << 30, 2, 2), 1)
+    sections = [i["group"] // 2 for i in items]
+    assert sections == sorted(sections)
     highs = [i["high"] for i in items[: len(items) // 2]]
     assert highs == sorted(highs, reverse=True)
 

@@ -17,21 +17,17 @@ from torch import Tensor
 from rose.kernels.build import CudaLibrary
 from rose.kernels.registry import Band, Implementation, Sizes, register
 
-VARIANTS = {
-    36: "128 keys, turns",
-    38: "128 keys, turns, grouped",
-    39: "64 keys, ahead, grouped",
-    40: "window at once",
-}
-"""What the numbers given to `launch_attention_prefill` mean: kVariants in streamed.cuh, and window.cuh."""
+VARIANTS = {38: "128 keys, turns", 40: "window at once"}
+"""What the numbers given to `launch_attention_prefill` mean: kFullVariant and kWindowVariant in kernel_sm90.cu. Numbers
+of docs/performance.md that are not here are gone."""
 
-FULL_VARIANT = 36
+FULL_VARIANT = 38
 WINDOW_VARIANT = 40
 MAX_WINDOW = 129
 """The widest that WINDOW_VARIANT serves: kMaxWindow of items.cuh. Wider ones get FULL_VARIANT."""
 
 SPILLS = {
-    "ConfigILi36E": (
+    "attention_prefill_full": (
         28,
         "in the producer, which has 32 registers and waits for tiles; none in consumers",
     )

@@ -8,25 +8,16 @@ namespace rose::attention_prefill {
 
 constexpr int kRows = 64;  // query rows of a consumer warpgroup
 
-// What all items have.
-struct Work {
-  int sequence, group;
-  int length;               // of the sequence
-  int position;             // in it, of the earliest row
-  int tile_low, tile_high;  // tiles of keys, both ends included
-};
-
-// One head and up to 64 query rows for every warpgroup.
-struct Item : Work {
-  int head;
-  int first_row, num_rows;  // in q and out
-};
-
 // Pieces of 64 query rows of one sequence, taken from the heads of one kv head: pieces are numbered by row and, within
-// 64 rows, by head; an item has those from `last_piece` downwards. So all of them see nearly the same tiles.
-struct GroupedItem : Work {
+// 64 rows, by head; an item has those from `last_piece` downwards, one for each warpgroup. So all of them see the same
+// tiles of keys but for one.
+struct Item {
+  int sequence, group;
   int first_row, num_rows;  // of the sequence, in q and out
+  int length;               // of the sequence
   int last_piece;
+  int position;             // of the earliest row, in the sequence
+  int tile_low, tile_high;  // tiles of keys, both ends included
 };
 
 // What one warpgroup has of an item.
@@ -64,10 +55,10 @@ struct Walk {
   }
 };
 
-// How items are cut. Sections: so many heads, or kv heads, are walked together.
+// How items are cut. Sections: so many kv heads are walked together, so that their keys and values stay in L2.
 struct Cut {
   int warpgroups, tile_keys, window;
-  int section_heads, heads_per_group;
+  int section_groups, heads_per_group;
 };
 
 __host__ __device__ inline int find_sequence(const Tables& tables, int num_sequences, int tile) {
@@ -83,65 +74,23 @@ __host__ __device__ inline int find_sequence(const Tables& tables, int num_seque
   return low;
 }
 
-__host__ __device__ inline Piece piece_of(const Work& item, const Cut& cut, int head, int first_row, int num_rows,
-                                          int position) {
-  Piece piece{head, first_row, num_rows, position, item.length, item.tile_low, item.tile_low - 1};
-  piece.tile_low = item.tile_low;
-  piece.tile_high = item.tile_high;
-  if (num_rows > 0) {
-    piece.low = larger(0, position - cut.window + 1) / cut.tile_keys;
-    piece.high = (position + num_rows - 1) / cut.tile_keys;
-  }
-  return piece;
-}
-
-// Items are ordered by section of heads, then by sequence, from its end to its start (longest first), then by head:
-// heads that share keys run together.
-__host__ __device__ inline void find_item(const Tables& tables, int num_sequences, const Cut& cut, int index,
-                                          Item& item) {
-  const int per_section = tables.tiles_before[num_sequences] * cut.section_heads;
-  const int section = index / per_section;
-  const int rest = index - section * per_section;
-  const int tile = rest / cut.section_heads;
-  const int s = find_sequence(tables, num_sequences, tile);
-  const int item_rows = cut.warpgroups * kRows;
-  const int row = (tables.tiles_before[s + 1] - 1 - tile) * item_rows;
-  const int num_queries = tables.starts[s + 1] - tables.starts[s];
-  item.sequence = s;
-  item.head = section * cut.section_heads + rest - tile * cut.section_heads;
-  item.group = item.head / cut.heads_per_group;
-  item.length = tables.lengths[s];
-  item.first_row = tables.starts[s] + row;
-  item.num_rows = smaller(item_rows, num_queries - row);
-  item.position = item.length - num_queries + row;
-  item.tile_high = (item.position + item.num_rows - 1) / cut.tile_keys;
-  item.tile_low = larger(0, item.position - cut.window + 1) / cut.tile_keys;
-}
-
-__host__ __device__ inline Piece find_piece(const Item& item, const Cut& cut, int wg) {
-  const int row = wg * kRows;
-  return piece_of(item, cut, item.head, item.first_row + row, larger(0, smaller(kRows, item.num_rows - row)),
-                  item.position + row);
-}
-
-__host__ __device__ inline int num_grouped_items(int num_queries, const Cut& cut) {
+__host__ __device__ inline int num_items(int num_queries, const Cut& cut) {
   return num_tiles(num_tiles(num_queries, kRows) * cut.heads_per_group, cut.warpgroups);
 }
 
-// In the same order, by kv head.
-__host__ __device__ inline void find_item(const Tables& tables, int num_sequences, const Cut& cut, int index,
-                                          GroupedItem& item) {
-  const int section_groups = cut.section_heads / cut.heads_per_group;
-  const int per_section = tables.tiles_before[num_sequences] * section_groups;
+// Items are ordered by section, then by sequence, from its end to its start (longest first), then by kv head.
+__host__ __device__ inline Item find_item(const Tables& tables, int num_sequences, const Cut& cut, int index) {
+  const int per_section = tables.tiles_before[num_sequences] * cut.section_groups;
   const int section = index / per_section;
   const int rest = index - section * per_section;
-  const int tile = rest / section_groups;
+  const int tile = rest / cut.section_groups;
   const int s = find_sequence(tables, num_sequences, tile);
+  Item item;
   item.sequence = s;
-  item.group = section * section_groups + rest - tile * section_groups;
-  item.length = tables.lengths[s];
+  item.group = section * cut.section_groups + rest - tile * cut.section_groups;
   item.first_row = tables.starts[s];
   item.num_rows = tables.starts[s + 1] - tables.starts[s];
+  item.length = tables.lengths[s];
   item.last_piece = num_tiles(item.num_rows, kRows) * cut.heads_per_group - 1 -
                     (tile - tables.tiles_before[s]) * cut.warpgroups;
   const int begin = item.length - item.num_rows;
@@ -149,13 +98,25 @@ __host__ __device__ inline void find_item(const Tables& tables, int num_sequence
   item.position = begin + larger(0, item.last_piece - cut.warpgroups + 1) / cut.heads_per_group * kRows;
   item.tile_high = (begin + last_row) / cut.tile_keys;
   item.tile_low = larger(0, item.position - cut.window + 1) / cut.tile_keys;
+  return item;
 }
 
-__host__ __device__ inline Piece find_piece(const GroupedItem& item, const Cut& cut, int wg) {
+__host__ __device__ inline Piece find_piece(const Item& item, const Cut& cut, int wg) {
   const int number = larger(0, item.last_piece - wg), tile = number / cut.heads_per_group, row = tile * kRows;
-  const int num_rows = item.last_piece < wg ? 0 : smaller(kRows, item.num_rows - row);
-  return piece_of(item, cut, item.group * cut.heads_per_group + number - tile * cut.heads_per_group,
-                  item.first_row + row, num_rows, item.length - item.num_rows + row);
+  Piece piece;
+  piece.head = item.group * cut.heads_per_group + number - tile * cut.heads_per_group;
+  piece.first_row = item.first_row + row;
+  piece.num_rows = item.last_piece < wg ? 0 : smaller(kRows, item.num_rows - row);
+  piece.position = item.length - item.num_rows + row;
+  piece.length = item.length;
+  piece.low = piece.tile_low = item.tile_low;
+  piece.high = piece.low - 1;
+  piece.tile_high = item.tile_high;
+  if (piece.num_rows > 0) {
+    piece.low = larger(0, piece.position - cut.window + 1) / cut.tile_keys;
+    piece.high = (piece.position + piece.num_rows - 1) / cut.tile_keys;
+  }
+  return piece;
 }
 
 // Windowed layers: an item is one kv head and the positions 64 tile .. 64 tile + 63 of a sequence, of which the new

@@ -16,7 +16,6 @@
 #include "wgmma.cuh"
 
 #include <atomic>
-#include <type_traits>
 
 #ifndef ROSE_VARIANTS
 #error "define ROSE_VARIANTS: bit v is set where variant v is to be compiled"
@@ -32,9 +31,6 @@ constexpr int kRowBytes = kHeadDim * 2;           // one row of a tile is one 12
 constexpr int kBoxBytes = kRows * kRowBytes;      // of one TMA box
 constexpr int kMaxSequences = 2048;               // LIMIT: their starts and lengths are kept in shared memory
 constexpr int kNoWindow = 1 << 30;
-constexpr int kQuerySlots = 2;                    // items whose queries are in shared memory
-constexpr int kItemSlots = 4;                     // items whose pieces are in shared memory
-static_assert(kItemSlots == 2 * kQuerySlots, "a piece is read after its queries are released");
 constexpr float kLowest = -1e30f;                 // finite, so that a row masked so far yields zeros and no NaN
 constexpr float kLog2e = 1.4426950408889634f;
 
@@ -47,7 +43,7 @@ struct Parameters {
   int page_stride;  // columns from one sequence's row of the page table to the next
   int num_sequences, num_heads, num_groups, heads_per_group, page_tokens;
   int window;
-  int section_heads;  // heads walked together, so that their keys and values stay in L2
+  int section_groups;  // as in Cut
   float scale_log2, inverse_scale;
 };
 
@@ -58,33 +54,6 @@ constexpr uint32_t kBase = kIsProfiled ? 2048 : 1024;
 __device__ __forceinline__ void check_base(const uint8_t* raw) {
   if (((shared_address(raw) + 1023) & ~1023u) != kBase) __trap();
 }
-
-// Shared memory, by address. Barriers: queries full and empty [slot][warpgroup], tiles full and empty [stage].
-template <class C>
-struct Shared {
-  static constexpr uint32_t base = kBase;
-  static constexpr uint32_t kKeys = C::kQueryBytes;
-  static constexpr uint32_t kValues = kKeys + C::kStages * C::kTileBytes;
-  static constexpr uint32_t kBarriers = kValues + C::kStages * C::kTileBytes;
-  static constexpr uint32_t kPieces = kBarriers + 8 * C::kNumBarriers;
-  static constexpr uint32_t kTables = kPieces + kItemSlots * C::kWarpgroups * sizeof(Piece);
-
-  __device__ uint32_t query(int slot, int wg) const { return base + (slot * C::kWarpgroups + wg) * kBoxBytes; }
-  __device__ uint32_t key(int stage) const { return base + kKeys + stage * C::kTileBytes; }
-  __device__ uint32_t value(int stage) const { return base + kValues + stage * C::kTileBytes; }
-  __device__ uint32_t query_full(int slot, int wg) const {
-    return base + kBarriers + 8 * (slot * C::kWarpgroups + wg);
-  }
-  __device__ uint32_t query_empty(int slot, int wg) const { return query_full(slot, wg) + 16 * C::kWarpgroups; }
-  __device__ uint32_t tile_full(int stage) const { return base + kBarriers + 8 * (4 * C::kWarpgroups + stage); }
-  __device__ uint32_t tile_empty(int stage) const { return tile_full(stage) + 8 * C::kStages; }
-  __device__ Piece* piece(uint8_t* raw, int slot, int wg) const {
-    return reinterpret_cast<Piece*>(raw + (base - shared_address(raw)) + kPieces) + slot * C::kWarpgroups + wg;
-  }
-  __device__ int* tables(uint8_t* raw) const {
-    return reinterpret_cast<int*>(raw + (base - shared_address(raw)) + kTables);
-  }
-};
 
 // A place in a ring of stages and the parity of its current use.
 template <int kStages>
@@ -125,151 +94,6 @@ __device__ void count_tiles(const Parameters& p, const Tables& tables, Count cou
   }
 }
 
-template <class C>
-using ItemOf = std::conditional_t<C::kGrouped, GroupedItem, Item>;
-
-template <class C>
-__device__ __forceinline__ Cut cut_of(const Parameters& p) {
-  return {C::kWarpgroups, C::kTile, p.window, p.section_heads, p.heads_per_group};
-}
-
-template <class C>
-__device__ void count_items(const Parameters& p, const Tables& tables) {
-  const Cut cut = cut_of<C>(p);
-  count_tiles(p, tables, [&](int num_queries, int) {
-    return C::kGrouped ? num_grouped_items(num_queries, cut) : num_tiles(num_queries, C::kWarpgroups * kRows);
-  });
-}
-
-template <class C>
-__device__ __forceinline__ int num_items(const Parameters& p, const Tables& tables) {
-  return tables.tiles_before[p.num_sequences] * (C::kGrouped ? p.num_groups : p.num_heads);
-}
-
-// The producer warp hands item `index` (-1: no more work) to the warpgroups and starts the copy of its queries.
-// Who may touch a piece: a lane writes it and arrives at query_full itself, which all readers wait for. It is written
-// again four items later, after query_empty of the item two later: before its warp arrives there, lanes that read the
-// piece met in the shuffles of walk_items.
-template <class C>
-__device__ __forceinline__ void hand_out(const ItemOf<C>& item, int index, const Cut& cut, const Shared<C>& shared,
-                                         uint8_t* raw, const CUtensorMap* map_q, unsigned count,
-                                         const Place<kQuerySlots>& slot) {
-  const int lane = threadIdx.x & 31;
-  if (lane < C::kWarpgroups) {
-    mbarrier_wait(shared.query_empty(slot.stage, lane), slot.parity ^ 1);
-    const uint32_t full = shared.query_full(slot.stage, lane);
-    Piece& piece = *shared.piece(raw, count % kItemSlots, lane);
-    if (index < 0) {
-      piece.tile_high = -1;
-      mbarrier_arrive(full);
-    } else {
-      piece = find_piece(item, cut, lane);
-      mbarrier_arrive_expect(full, kBoxBytes);
-      tma_load_3d(shared.query(slot.stage, lane), map_q, full, 0, piece.head, piece.first_row);
-    }
-  }
-  __syncwarp();
-}
-
-// ---- consumers ------------------------------------------------------------------------------------------------
-
-// What the rows of a thread (g and g + 8 of its warp) have come to.
-struct Running {
-  float maximum[2], sum[2];
-  float factor[2];  // by which the output so far has to be multiplied, where the maxima were raised
-};
-
-// The largest raw score of each row in this thread's columns and before.
-template <class C>
-__device__ __forceinline__ void find_tops(const float (&s)[C::kScores], const float (&maximum)[2], float (&top)[2]) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    float a = fmaxf(maximum[h], s[2 * h]), b = s[2 * h + 1];
-#pragma unroll
-    for (int j = 1; j < C::kTile / 8; ++j) {
-      a = fmaxf(a, s[4 * j + 2 * h]);
-      b = fmaxf(b, s[4 * j + 2 * h + 1]);
-    }
-    top[h] = fmaxf(a, b);
-  }
-}
-
-__device__ __forceinline__ void share_tops(float (&top)[2]) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 1));
-    top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 2));
-  }
-}
-
-// Scores become probabilities relative to `maximum`; `sum` is that of this thread's columns.
-template <class C>
-__device__ __forceinline__ void exponentiate(float (&s)[C::kScores], const float (&maximum)[2], const Parameters& p,
-                                             float (&sum)[2]) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const float offset = -maximum[h] * p.scale_log2;
-    float a = 0.0f, b = 0.0f;
-#pragma unroll
-    for (int j = 0; j < C::kTile / 8; ++j) {
-      float& low = s[4 * j + 2 * h];
-      float& high = s[4 * j + 2 * h + 1];
-      low = fmaf(low, p.scale_log2, offset);
-      high = fmaf(high, p.scale_log2, offset);
-      low = exp2_mufu(low);
-      high = exp2_mufu(high);
-      a += low;
-      b += high;
-    }
-    sum[h] = a + b;
-  }
-}
-
-// Mask what a row must not see. `last` is the row's position minus the column of this thread's first score.
-template <class C>
-__device__ __forceinline__ void mask_scores(float (&s)[C::kScores], const int (&last)[2], int window) {
-#pragma unroll
-  for (int j = 0; j < C::kTile / 8; ++j) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int column = 8 * j + (e & 1), limit = last[e >> 1];
-      if (column > limit || column <= limit - window) s[4 * j + e] = -INFINITY;
-    }
-  }
-}
-
-// `queries`: descriptor of the warpgroup's 64 rows.
-template <class C>
-__device__ __forceinline__ void issue_scores(float (&s)[C::kScores], uint64_t queries, uint32_t keys) {
-  const uint64_t key = descriptor_swizzle128(keys);
-#pragma unroll
-  for (int k = 0; k < kHeadDim / 16; ++k) {
-    wgmma_bf16<C::kTile>(s, advance(queries, 32 * k), advance(key, 32 * k), k > 0);
-  }
-  wgmma_commit();
-}
-
-template <class C>
-__device__ __forceinline__ void issue_output(float (&o)[32], const uint32_t (&packed)[C::kTile / 16][4],
-                                             uint32_t values) {
-  const uint64_t value = descriptor_swizzle128(values);
-#pragma unroll
-  for (int k = 0; k < C::kTile / 16; ++k) {
-    wgmma_bf16_mn<kHeadDim>(o, packed[k], advance(value, 16 * kRowBytes * k), 1);
-  }
-  wgmma_commit();
-}
-
-// Zero the rows of a tile of values that lie past the end of the sequence: their memory was never written and may
-// hold NaN, which a probability of zero does not remove. Several warpgroups may do it to one tile; all write zeros.
-__device__ __forceinline__ void clear_values(uint32_t values, int first_row, int end_row, int wg) {
-  for (int i = first_row * (kRowBytes / 16) + (threadIdx.x & 127); i < end_row * (kRowBytes / 16); i += 128) {
-    store_zeros(values + 16 * i);
-  }
-  fence_proxy_async();
-  named_sync(8 + wg, 128);
-}
-
 // Exchange words among four neighbouring threads: thread t gives word j of `w` to thread j and ends with
 // word t of threads 0, 1, 2, 3.
 __device__ __forceinline__ uint4 transpose_quad(uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3, int t) {
@@ -306,7 +130,7 @@ __device__ __forceinline__ void store_output(__nv_bfloat16* out, int stride, con
   }
 }
 
-#include "streamed.cuh"
+#include "full.cuh"
 #include "window.cuh"
 
 // Once per kernel and device: it may use as much shared memory as it ever needs.
@@ -324,47 +148,30 @@ struct Maps {
   CUtensorMap q, kv;
 };
 
-template <class C>
-cudaError_t launch(const Maps& maps, const Parameters& p, int num_blocks, cudaStream_t stream) {
+template <class Memory, class Kernel>
+cudaError_t launch(Kernel* kernel, const Maps& maps, const Parameters& p, int num_blocks, cudaStream_t stream) {
   static std::atomic<uint64_t> done{0};
-  const cudaError_t error = allow_shared(attention_prefill<C>, C::shared_bytes(kMaxSequences), done);
+  const cudaError_t error = allow_shared(kernel, Memory::bytes(kMaxSequences), done);
   if (error != cudaSuccess) return error;
-  attention_prefill<C>
-      <<<num_blocks, C::kThreads, C::shared_bytes(p.num_sequences), stream>>>(maps.q, maps.kv, p);
+  kernel<<<num_blocks, Memory::kThreads, Memory::bytes(p.num_sequences), stream>>>(maps.q, maps.kv, p);
   return cudaGetLastError();
 }
 
-template <class Memory>
-cudaError_t launch_window(const Maps& maps, const Parameters& p, int num_blocks, cudaStream_t stream) {
-  if (p.window > kMaxWindow) return cudaErrorInvalidValue;
-  static std::atomic<uint64_t> done{0};
-  const cudaError_t error = allow_shared(attention_prefill_window<Memory>, Memory::bytes(kMaxSequences), done);
-  if (error != cudaSuccess) return error;
-  attention_prefill_window<Memory>
-      <<<num_blocks, Memory::kThreads, Memory::bytes(p.num_sequences), stream>>>(maps.q, maps.kv, p);
-  return cudaGetLastError();
-}
+constexpr int kFullVariant = 38, kWindowVariant = 40;  // VARIANTS in cuda_impl.py
 
-constexpr int kWindowVariant = 40;  // window.cuh
-constexpr int kEndVariants = kFirstVariant + sizeof(kVariants) / sizeof(Options);
-static_assert(kEndVariants <= kWindowVariant, "numbers are taken twice");
-
-constexpr bool is_compiled(int variant) { return uint64_t(ROSE_VARIANTS) >> variant & 1; }
-
-// Variant kNumber or one after it.
-template <int kNumber = kFirstVariant>
+template <uint64_t kCompiled>
 cudaError_t launch_variant(int variant, const Maps& maps, const Parameters& p, int num_blocks, cudaStream_t stream) {
-  if constexpr (kNumber < kEndVariants) {
-    if constexpr (is_compiled(kNumber)) {
-      if (variant == kNumber) return launch<Config<kNumber>>(maps, p, num_blocks, stream);
+  if constexpr (kCompiled >> kFullVariant & 1) {
+    if (variant == kFullVariant) {
+      return launch<FullShared>(attention_prefill_full<void>, maps, p, num_blocks, stream);
     }
-    return launch_variant<kNumber + 1>(variant, maps, p, num_blocks, stream);
-  } else {
-    if constexpr (is_compiled(kWindowVariant)) {
-      if (variant == kWindowVariant) return launch_window<WindowShared>(maps, p, num_blocks, stream);
-    }
-    return cudaErrorInvalidValue;  // no such variant, or it was not compiled
   }
+  if constexpr (kCompiled >> kWindowVariant & 1) {
+    if (variant == kWindowVariant && p.window <= kMaxWindow) {
+      return launch<WindowShared>(attention_prefill_window<void>, maps, p, num_blocks, stream);
+    }
+  }
+  return cudaErrorInvalidValue;  // no such variant, or it was not compiled
 }
 
 }  // namespace
@@ -376,7 +183,7 @@ struct Call {
   cudaStream_t stream;
   int64_t q_stride;  // elements from one token to the next
   int64_t num_pages;
-  int variant;      // a row of kVariants in streamed.cuh, or kWindowVariant
+  int variant;      // a row of kFullVariant or kWindowVariant
   int page_stride;  // elements from one sequence's row of the page table to the next
   int num_tokens, num_sequences, num_heads, num_groups, page_tokens;
   int window;  // 0: none
@@ -432,8 +239,8 @@ extern "C" int launch_attention_prefill(const Call* call) {
   p.heads_per_group = c.num_heads / c.num_groups;
   p.page_tokens = c.page_tokens;
   p.window = c.window > 0 ? c.window : kNoWindow;
-  p.section_heads = section_groups * p.heads_per_group;
+  p.section_groups = section_groups;
   p.scale_log2 = c.scale * kLog2e;
   p.inverse_scale = 1.0f / c.scale;
-  return launch_variant(c.variant, maps, p, c.num_blocks, c.stream);
+  return launch_variant<ROSE_VARIANTS>(c.variant, maps, p, c.num_blocks, c.stream);
 }
