@@ -79,16 +79,15 @@ def same_bits(name: str, found: Tensor, wanted: Tensor) -> str | None:
     return f"{name}: {len(bad)} bytes differ from the expanded copy's, first at {bad[0].tolist()}"
 
 
-def table_of(ids: Tensor, experts: int, block_m: int, row_step: int = 1) -> RowTable:
+def table_of(ids: Tensor, experts: int, block_m: int) -> RowTable:
     """Return what the sort has to give, made by torch."""
     flat = ids.flatten().long()
     order = torch.argsort(flat, stable=True)
     order = order[flat[order] >= 0]
-    table = allocate_rows(ids, num_experts=experts, block_m=block_m, row_step=row_step)
+    table = allocate_rows(ids, num_experts=experts, block_m=block_m)
     table.row_TK.fill_(-1).view(-1)[order] = torch.arange(len(order), device=ids.device).int()
     counts = torch.bincount(flat[flat >= 0], minlength=experts)
-    early = (counts.cumsum(0) - counts) % row_step
-    tiles = torch.where(counts > 0, (counts + early + block_m - 1) // block_m, 0)
+    tiles = (counts + block_m - 1) // block_m
     for out, each in (
         (table.starts_E1, counts),
         (table.tiles_E1, tiles),
@@ -123,10 +122,10 @@ def walk(rung: Rung, way: str) -> Iterator[tuple[str, Callable[[], list[str | No
 
 
 def row_steps(library: FusedLibrary, x: Tensor, ids: Tensor, experts: int) -> dict[str, Any]:
-    def sort(block_m: int, row_step: int = 1) -> list[str | None]:
-        found = library.sort_by_expert(ids, num_experts=experts, block_m=block_m, row_step=row_step)
+    def sort(block_m: int) -> list[str | None]:
+        found = library.sort_by_expert(ids, num_experts=experts, block_m=block_m)
         torch.cuda.synchronize()
-        wanted = table_of(ids, experts, block_m, row_step)
+        wanted = table_of(ids, experts, block_m)
         tiles = int(wanted.tiles_E1[-1])
         return [
             None if torch.equal(getattr(found, n)[:end], getattr(wanted, n)[:end]) else f"{n} is wrong"
@@ -148,8 +147,7 @@ def row_steps(library: FusedLibrary, x: Tensor, ids: Tensor, experts: int) -> di
         # One rounding to E4M3.
         return [problem("x", spread(*found, 128)[:count], wanted[:count], 4e-2, 5e-2)]
 
-    return {"sort_256": lambda: sort(256), "sort_128": lambda: sort(128), "sort_128_step_4": lambda: sort(128, 4),
-            "quantize": quantize}  # fmt: skip
+    return {"sort_256": lambda: sort(256), "sort_128": lambda: sort(128), "quantize": quantize}
 
 
 def product_steps(

@@ -1,11 +1,11 @@
-"""The CUDA experts with swapped operands: check every variant on a GPU, then time them beside the fused ones.
+"""The CUDA experts with swapped operands: check them on a GPU, then time them beside the fused ones.
 
     PYTHONPATH=src python benchmarks/moe_prefill_swapped.py --out swapped.jsonl
 
-Checks as in moe_prefill_fused.py: shape by shape, waits trap after two seconds, a fresh process after a trap. The sort
-must give what torch gives, the quantised rows must be the fused ones' bits in another order; products and the whole are
-compared with torch. Then the 120b and the 20b are timed, balanced and random, ways in turn, and the variant in turns is
-taken apart; variants with a mistake are not timed. Under 60 seconds.
+Checks as in moe_prefill_fused.py: shape by shape, waits trap after two seconds, a fresh process after a trap. The
+quantised rows must be the fused ones' bits in another order; products and the whole are compared with torch. Then,
+where all is right, the 120b and the 20b are timed, balanced and random, ways in turn, and the kernel is taken apart.
+Under 60 seconds.
 """
 
 from __future__ import annotations
@@ -49,53 +49,40 @@ RUNGS = [
     Rung(name="edges", sizes={"D": 448, "I": 320, "E": len(EDGES), "K": 1}, tokens=sum(EDGES), counts=EDGES),
     Rung(name="wide_3000", sizes={**WIDE, "E": 16}, tokens=3000),
 ]  # fmt: skip
-TAKEN_APART = "turns_3"
 WITHOUT = {
     "without_scales": [
-        ("    load_shared(scale, scales + 32 * j);\n",
-         "    scale[0] = __float_as_uint(0.5f + j);\n    scale[1] = __float_as_uint(0.25f * j);\n"),
+        (
+            "const float scale0 = load_shared(scales + 32 * j), scale1 = load_shared(scales + 32 * j + 4);",
+            "const float scale0 = 0.5f + j, scale1 = 0.25f * j;",
+        )
     ],
     "without_expansion": [
-        ("  if (is_filled) expand<P, kSteps>(a[1], 1, codes, offsets, table);\n", ""),
-        ("load_shared(next + P::kOffsetsAt + mine.offsets));\n"
-         "    expand<P, 4>(a[0], 0, next + P::kCodesAt + mine.codes, offsets, table);\n",
-         "load_shared(next + P::kOffsetsAt + mine.offsets));\n"),
+        ("    expand<P, 4>(a[0], 0, next + P::kCodesAt + mine.codes, offsets, table);\n", ""),
+        ("  if (has_next) expand<P, 4>(a[1], 1, next + P::kCodesAt + mine.codes, offsets, table);\n", ""),
     ],
     "without_promotion": [
-        ("j < kN / 8; ++j) {\n    uint32_t scale[2];", "j < 1; ++j) {\n    uint32_t scale[2];"),
+        ("j < kN / 8; ++j) {\n    const float scale0", "j < 1; ++j) {\n    const float scale0"),
     ],
 }  # fmt: skip
 """The kernel taken apart: wrong results, but their time says what a part costs."""
+WAY = "swapped_3"
 FUSED = {"fused_mxfp4": "r256", "fused_copy": "r128"}
 """What is timed beside: the 120b's way before operands were swapped, and the 20b's with its FP8 copy."""
 
 
-def walk(rung: Rung, variant: str) -> Iterator[tuple[str, Callable[[], list[str | None]]]]:
-    """Yield the stages of a variant on one shape; each launches, then compares with torch on its own inputs."""
-    shapes = cuda_swapped.VARIANTS[variant]
+def walk(rung: Rung) -> Iterator[tuple[str, Callable[[], list[str | None]]]]:
+    """Yield the stages on one shape; each launches, then compares with torch on its own inputs."""
     library = SwappedLibrary(defines=["ROSE_WATCHDOG"])
     _, arguments = draw(rung.sizes, rung.tokens, "mxfp4", seed=1, **rung.options)
     if rung.counts:
         arguments["expert_ids_TK"] = ids_of(rung.counts)
     plain, x, ids = arguments["weights"], arguments["x_TD"], arguments["expert_ids_TK"]
     weights = with_offsets(plain)
-    table = bound.table_of(ids, rung.sizes["E"], cuda_swapped.ROWS, shapes.row_step)
+    table = bound.table_of(ids, rung.sizes["E"], cuda_swapped.ROWS)
     starts = table.starts_E1.tolist()
     count = starts[-1]
     alpha, limit = arguments["swiglu_alpha"], arguments["swiglu_limit"]
     kept: dict[str, Any] = {}
-
-    def sort() -> list[str | None]:
-        found = library.fused.sort_by_expert(
-            ids, num_experts=rung.sizes["E"], block_m=cuda_swapped.ROWS, row_step=shapes.row_step
-        )
-        torch.cuda.synchronize()
-        tiles = int(table.tiles_E1[-1])
-        ends = {"row_TK": None, "starts_E1": None, "tiles_E1": None, "expert_M": tiles}
-        return [
-            None if torch.equal(getattr(found, n)[:end], getattr(table, n)[:end]) else f"{n} is wrong"
-            for n, end in ends.items()
-        ]  # fmt: skip
 
     def quantize() -> list[str | None]:
         kept["x"] = library.quantize_rows(x, table)
@@ -111,7 +98,7 @@ def walk(rung: Rung, variant: str) -> Iterator[tuple[str, Callable[[], list[str 
         values, scales = kept["x"]
         kept["hidden"] = library.gate_up(
             values, scales, table, matrix=weights.gate_up, bias_EF=plain.gate_up_bias_EF,
-            alpha=alpha, limit=limit, shapes=shapes,
+            alpha=alpha, limit=limit,
         )  # fmt: skip
         torch.cuda.synchronize()
         x_RD = spread(cuda_swapped.in_order(values), scales, 128)[:count]
@@ -124,9 +111,7 @@ def walk(rung: Rung, variant: str) -> Iterator[tuple[str, Callable[[], list[str 
 
     def down() -> list[str | None]:
         hidden, scales = kept["hidden"]
-        y = library.down(
-            hidden, scales, table, matrix=weights.down, bias_ED=plain.down_bias_ED, shapes=shapes
-        )
+        y = library.down(hidden, scales, table, matrix=weights.down, bias_ED=plain.down_bias_ED)
         torch.cuda.synchronize()
         hidden_RI = spread(cuda_swapped.in_order(hidden), scales, 128)[:count]
         wanted = by_expert(hidden_RI, starts, plain.down, plain.down_bias_ED)
@@ -135,7 +120,7 @@ def walk(rung: Rung, variant: str) -> Iterator[tuple[str, Callable[[], list[str 
     def whole() -> list[str | None]:
         found = []
         for _ in range(2):
-            cuda_swapped.run_experts(library, **{**arguments, "weights": weights}, shapes=shapes)
+            cuda_swapped.run_experts(library, **{**arguments, "weights": weights})
             torch.cuda.synchronize()
             found.append(arguments["out_TD"].clone())
         cuda_fused.run_experts(cuda_fused.FusedLibrary(), **{**arguments, "weights": tiled(plain)})
@@ -144,20 +129,14 @@ def walk(rung: Rung, variant: str) -> Iterator[tuple[str, Callable[[], list[str 
         # values land one E4M3 step away (docs/numerics.md, moe_experts rounded to E4M3).
         return [problem("out", found[0], arguments["out_TD"], 2e-2, 4e-2), repeated]
 
-    yield from {
-        "sort": sort,
-        "quantize": quantize,
-        "gate_up": gate_up,
-        "down": down,
-        "whole": whole,
-    }.items()
+    yield from {"quantize": quantize, "gate_up": gate_up, "down": down, "whole": whole}.items()
 
 
-def check_here(variant: str, first: int) -> int:
-    """Check a variant from the given shape on, one line per stage."""
+def check_here(first: int) -> int:
+    """Check from the given shape on, one line per stage."""
     registry.load("moe_experts")
     for index, rung in enumerate(RUNGS[first:], first):
-        for stage, step in walk(rung, variant):
+        for stage, step in walk(rung):
             print(f"begun {index} {stage}", flush=True)
             found = [p for p in step() if p]
             if found:
@@ -184,20 +163,17 @@ def time_here(
             prepared[way] = tiled(plain)
         elif way == "fused_copy":
             prepared[way] = draw(sizes, 1, "fp8_block", seed=1)[1]["weights"]
-        elif "swapped" not in prepared:
-            prepared["swapped"] = with_offsets(plain)
+        else:
+            prepared[way] = with_offsets(plain)
     for routing in routings:
         arguments = {**drawn, "expert_ids_TK": ids[routing]}
         calls = {}
         for way in ways:
-            weights = prepared.get(way) or prepared["swapped"]
+            given = {**arguments, "weights": prepared[way]}
             if way in FUSED:
-                shapes = cuda_fused.VARIANTS[FUSED[way]]
-                calls[way] = bound.stages_of({**arguments, "weights": weights}, shapes)
+                calls[way] = bound.stages_of(given, cuda_fused.VARIANTS[FUSED[way]])
             else:
-                calls[way] = stages_of(
-                    {**arguments, "weights": weights}, cuda_swapped.VARIANTS[way]
-                )
+                calls[way] = stages_of(given)
         for turn in range(rounds):
             for stage in stages:
                 for way in ways:
@@ -209,23 +185,19 @@ def time_here(
 
 
 def stages_of(
-    arguments: dict[str, Any],
-    shapes: cuda_swapped.SwappedShapes,
-    library: SwappedLibrary | None = None,
+    arguments: dict[str, Any], library: SwappedLibrary | None = None
 ) -> dict[str, Callable[[], Any]]:
     """Return each stage as a closure over what the ones before made."""
     library = library or SwappedLibrary()
     weights, x = arguments["weights"], arguments["x_TD"]
     plain = weights.weights
-    table = bound.table_of(
-        arguments["expert_ids_TK"], weights.gate_up.shape[0], cuda_swapped.ROWS, shapes.row_step
-    )
+    table = bound.table_of(arguments["expert_ids_TK"], weights.gate_up.shape[0], cuda_swapped.ROWS)
     values, scales = library.quantize_rows(x, table)
 
     def gate_up() -> tuple[Tensor, Tensor]:
         return library.gate_up(
             values, scales, table, matrix=weights.gate_up, bias_EF=plain.gate_up_bias_EF,
-            alpha=1.702, limit=7.0, shapes=shapes,
+            alpha=1.702, limit=7.0,
         )  # fmt: skip
 
     hidden, hidden_scales = gate_up()
@@ -238,9 +210,8 @@ def stages_of(
             table,
             matrix=weights.down,
             bias_ED=plain.down_bias_ED,
-            shapes=shapes,
         ),
-        "whole": lambda: cuda_swapped.run_experts(library, **arguments, shapes=shapes),
+        "whole": lambda: cuda_swapped.run_experts(library, **arguments),
     }
 
 
@@ -268,11 +239,10 @@ def take_apart(model: str, tokens: int) -> int:
     for way in ("", *WITHOUT):
         calls = stages_of(
             {**drawn, "weights": weights, "expert_ids_TK": ids},
-            cuda_swapped.VARIANTS[TAKEN_APART],
             library_without(way) if way else None,
         )
         labels = {
-            "way": f"{TAKEN_APART} {way}".strip(),
+            "way": f"{WAY} {way}".strip(),
             "model": model,
             "tokens": tokens,
             "routing": "balanced",
@@ -287,10 +257,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = list(cuda_swapped.VARIANTS)
-    parser.add_argument("--check", default="", choices=["", *names], help="check this here")
+    parser.add_argument("--check", default="", choices=["", WAY], help="check this here")
     parser.add_argument("--first", type=int, default=0, help="with --check: shape to begin with")
-    parser.add_argument("--time", nargs="+", default=[], choices=[*names, *FUSED], help="here")
+    parser.add_argument("--time", nargs="+", default=[], choices=[WAY, *FUSED], help="here")
     parser.add_argument("--model", default="120b", choices=list(SIZES))
     parser.add_argument("--routing", nargs="+", default=["balanced", "random"])
     parser.add_argument("--stages", nargs="+", default=["gate_up", "down", "whole"])
@@ -302,7 +271,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=None)
     given = parser.parse_args()
     if given.check:
-        return check_here(given.check, given.first)
+        return check_here(given.first)
     if given.time:
         return time_here(
             given.time, given.model, given.routing, given.tokens, given.stages, given.rounds
@@ -320,21 +289,17 @@ def main() -> int:
         list(pool.map(lambda library: library.build(), builds))
     bound.say(stage="built", seconds=round(time.monotonic() - began, 1))
     deadline = began + given.seconds * 0.6
-    with ThreadPoolExecutor(len(names)) as pool:
-        outcomes = list(pool.map(lambda name: bound.check(name, deadline, __file__), names))
-    for outcome in outcomes:
-        bound.say(bench="moe_prefill_swapped_check", **outcome)
-    good = [o["way"] for o in outcomes if o["ok"]]
-    products = ["--stages", "gate_up", "down", "whole"]
-    few = [name for name in ("swapped_3", TAKEN_APART) if name in good]
+    outcome = bound.check(WAY, deadline, __file__)
+    bound.say(bench="moe_prefill_swapped_check", **outcome)
+    mxfp4 = ["--time", "fused_mxfp4", WAY]
     plans: list[list[str]] = [
-        ["--time", "fused_mxfp4", *good, "--routing", "random", *products],
-        ["--time", "fused_mxfp4", *good, "--routing", "balanced", *products],
-        ["--time", "fused_mxfp4", *good, "--routing", "random", "--tokens", "2048", "--stages", "whole"],
-        ["--time", "fused_copy", *few, "--model", "20b", "--routing", "random", "--stages", "whole"],
+        [*mxfp4, "--routing", "random"],
+        [*mxfp4, "--routing", "balanced"],
+        [*mxfp4, "--routing", "random", "--tokens", "2048", "--stages", "whole"],
+        ["--time", "fused_copy", WAY, "--model", "20b", "--routing", "random", "--stages", "whole"],
         ["--take-apart"],
-    ]  # fmt: skip
-    for options in plans if good and not given.check_only else []:
+    ]
+    for options in plans if outcome["ok"] and not given.check_only else []:
         left = began + given.seconds - time.monotonic()
         text, ended = bound.child(options, max(left, 5.0), __file__)
         lines = [line for line in text.splitlines() if line.startswith("{")]
@@ -344,9 +309,8 @@ def main() -> int:
         if given.out:
             with given.out.open("a") as file:
                 file.writelines(line + "\n" for line in lines)
-    wrong = [o["way"] for o in outcomes if not o["ok"]]
-    bound.say(seconds=round(time.monotonic() - began, 1), wrong=wrong)
-    return int(bool(wrong))
+    bound.say(seconds=round(time.monotonic() - began, 1), wrong=outcome["wrong"])
+    return int(not outcome["ok"])
 
 
 if __name__ == "__main__":

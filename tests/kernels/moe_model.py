@@ -107,16 +107,13 @@ def launch(library: ctypes.CDLL, module: str, name: str, *arguments: object) -> 
     return (library.model_problem() or b"").decode() or (f"error {error}" if error else "")
 
 
-def table_of(counts: list[int], block_m: int, row_step: int = 1) -> RowTable:
+def table_of(counts: list[int], block_m: int) -> RowTable:
     """What the sort would leave for rows in the order of their experts."""
     rows = torch.tensor(counts)
-    early = (rows.cumsum(0) - rows) % row_step
-    tiles = torch.where(rows > 0, (rows + early + block_m - 1) // block_m, 0)
+    tiles = (rows + block_m - 1) // block_m
     zero = torch.zeros(1, dtype=torch.long)
     total = int(rows.sum())
-    expert_M = torch.full(
-        (max_tiles(total, len(counts), block_m, row_step),), -7, dtype=torch.int32
-    )
+    expert_M = torch.full((max_tiles(total, len(counts), block_m),), -7, dtype=torch.int32)
     owner = torch.arange(len(counts)).repeat_interleave(tiles).int()
     expert_M[: len(owner)] = owner
     return RowTable(
@@ -126,7 +123,6 @@ def table_of(counts: list[int], block_m: int, row_step: int = 1) -> RowTable:
         expert_M=expert_M,
         pairs_E1=torch.cat([zero, (tiles // 2).cumsum(0)]).int(),
         block_m=block_m,
-        row_step=row_step,
     )
 
 

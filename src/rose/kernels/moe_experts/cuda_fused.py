@@ -103,7 +103,7 @@ class FusedLibrary:
         source = Path(__file__).with_name("prefill_fused_sm90.cu")
         self.library = library or CudaLibrary(source, defines=defines)
         launcher = self.library.launcher
-        self._sort = launcher("launch_sort", "piiiipppppp")
+        self._sort = launcher("launch_sort", "piiipppppp")
         self._quantize = launcher("launch_quantize", "ppppiiiip")
         self._combine = launcher("launch_combine", "ppppiiip")
         self._expand = launcher("launch_expand", "ppppiiip")
@@ -111,19 +111,12 @@ class FusedLibrary:
         self._down = launcher("launch_down", "ppiipppppipppiiiipiip")
 
     def sort_by_expert(
-        self,
-        expert_ids_TK: Tensor,
-        *,
-        num_experts: int,
-        block_m: int = DEFAULT.rows,
-        row_step: int = 1,
+        self, expert_ids_TK: Tensor, *, num_experts: int, block_m: int = DEFAULT.rows
     ) -> RowTable:
-        """Give each (token, k) pair its row, stably; tiles have `block_m` rows, from a multiple of `row_step` on."""
-        table = allocate_rows(
-            expert_ids_TK, num_experts=num_experts, block_m=block_m, row_step=row_step
-        )
+        """Give each (token, k) pair its row, stably; tiles have `block_m` rows."""
+        table = allocate_rows(expert_ids_TK, num_experts=num_experts, block_m=block_m)
         self._sort(
-            expert_ids_TK.data_ptr(), expert_ids_TK.numel(), num_experts, block_m, row_step, table.row_TK.data_ptr(),
+            expert_ids_TK.data_ptr(), expert_ids_TK.numel(), num_experts, block_m, table.row_TK.data_ptr(),
             table.starts_E1.data_ptr(), table.tiles_E1.data_ptr(), table.expert_M.data_ptr(),
             table.pairs_E1.data_ptr(), _stream(),
         )  # fmt: skip

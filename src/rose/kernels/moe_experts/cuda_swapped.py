@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,29 +23,6 @@ ROWS = 128
 """Tokens of a tile at most."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SwappedShapes:
-    """How a consumer goes through its stages, and how many are in flight."""
-
-    stages: int
-    """3, or 5 in turns."""
-    turns: bool = False
-    """Slabs in turns, products always on their way, on tiles that begin at a multiple of four rows; else together."""
-
-    @property
-    def row_step(self) -> int:
-        """Rows of which tiles begin at a multiple."""
-        return 4 if self.turns else 1
-
-
-VARIANTS = {
-    "swapped_3": SwappedShapes(stages=3),
-    "turns_3": SwappedShapes(stages=3, turns=True),
-    "turns_5": SwappedShapes(stages=5, turns=True),
-}
-DEFAULT = VARIANTS["swapped_3"]
-
-
 class SwappedLibrary:
     """The launchers of prefill_swapped_sm90.cu on torch tensors; sort and combine are the fused library's."""
 
@@ -56,8 +32,8 @@ class SwappedLibrary:
         self.fused = FusedLibrary(defines=defines)
         launcher = self.library.launcher
         self._quantize = launcher("launch_quantize_turned", "ppppiiiip")
-        self._gate_up = launcher("launch_swapped_gate_up", "ppiippppipppiiiippiffiip")
-        self._down = launcher("launch_swapped_down", "ppiippppipppiiiipiip")
+        self._gate_up = launcher("launch_swapped_gate_up", "ppiippppipppiiiippiffp")
+        self._down = launcher("launch_swapped_down", "ppiippppipppiiiipp")
 
     def build(self) -> None:
         """Compile both sources unless they are compiled."""
@@ -78,7 +54,7 @@ class SwappedLibrary:
 
     def gate_up(
         self, x_RD: Tensor, x_scales: Tensor, table: RowTable, *,
-        matrix: OffsetMatrix, bias_EF: Tensor, alpha: float, limit: float, shapes: SwappedShapes = DEFAULT,
+        matrix: OffsetMatrix, bias_EF: Tensor, alpha: float, limit: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Multiply, apply the SwiGLU and quantise in groups of 128 channels, in the order that `down` reads.
 
@@ -89,21 +65,21 @@ class SwappedLibrary:
         groups = ceil_div(inner, HIDDEN_GROUP)
         out_scales = x_RD.new_empty(groups, round_up(rows, 4), dtype=torch.float32)
         self._gate_up(
-            *operands(x_RD, x_scales, table, matrix, bias_EF, shapes),
+            *operands(x_RD, x_scales, table, matrix, bias_EF),
             out_RI.data_ptr(), out_scales.data_ptr(), out_scales.stride(0), alpha, limit,
-            shapes.stages, int(shapes.turns), _stream(),
+            _stream(),
         )  # fmt: skip
         return out_RI, out_scales
 
     def down(
         self, a_RI: Tensor, a_scales: Tensor, table: RowTable, *,
-        matrix: OffsetMatrix, bias_ED: Tensor, shapes: SwappedShapes = DEFAULT,
+        matrix: OffsetMatrix, bias_ED: Tensor,
     ) -> Tensor:  # fmt: skip
         """Multiply and add the bias. Returns bf16 [R, D], not yet weighted."""
         y_RD = a_RI.new_empty(a_RI.shape[0], matrix.shape[1], dtype=torch.bfloat16)
         self._down(
-            *operands(a_RI, a_scales, table, matrix, bias_ED, shapes),
-            y_RD.data_ptr(), shapes.stages, int(shapes.turns), _stream(),
+            *operands(a_RI, a_scales, table, matrix, bias_ED),
+            y_RD.data_ptr(), _stream(),
         )  # fmt: skip
         return y_RD
 
@@ -118,34 +94,25 @@ def run_experts(
     swiglu_alpha: float,
     swiglu_limit: float,
     out_TD: Tensor,
-    shapes: SwappedShapes = DEFAULT,
 ) -> None:
     """The whole operation; weights come as `swapped_tables.with_offsets` makes them."""
     if x_TD.shape[0] == 0:
         return
     up, down, plain = weights.gate_up, weights.down, weights.weights
-    table = library.fused.sort_by_expert(
-        expert_ids_TK, num_experts=up.shape[0], block_m=ROWS, row_step=shapes.row_step
-    )
+    table = library.fused.sort_by_expert(expert_ids_TK, num_experts=up.shape[0], block_m=ROWS)
     hidden = library.gate_up(
         *library.quantize_rows(x_TD, table), table, matrix=up, bias_EF=plain.gate_up_bias_EF,
-        alpha=swiglu_alpha, limit=swiglu_limit, shapes=shapes,
+        alpha=swiglu_alpha, limit=swiglu_limit,
     )  # fmt: skip
-    y_RD = library.down(*hidden, table, matrix=down, bias_ED=plain.down_bias_ED, shapes=shapes)
+    y_RD = library.down(*hidden, table, matrix=down, bias_ED=plain.down_bias_ED)
     library.fused.combine(y_RD, table, expert_weights_TK, out_TD=out_TD)
 
 
 def operands(
-    a_RC: Tensor,
-    a_scales: Tensor,
-    table: RowTable,
-    matrix: OffsetMatrix,
-    bias_EN: Tensor,
-    shapes: SwappedShapes,
+    a_RC: Tensor, a_scales: Tensor, table: RowTable, matrix: OffsetMatrix, bias_EN: Tensor
 ) -> tuple[int, ...]:
     """Return a product's arguments up to its sizes."""
-    wanted = (ROWS, shapes.row_step)
-    assert (table.block_m, table.row_step) == wanted, f"tiles and their step are {wanted}"
+    assert table.block_m == ROWS, f"tiles of {ROWS} tokens, not {table.block_m}"
     return (
         a_RC.data_ptr(), a_scales.data_ptr(), a_scales.stride(0), a_RC.shape[0],
         matrix.codes.data_ptr(), matrix.offsets.data_ptr(), matrix.row_scales.data_ptr(),

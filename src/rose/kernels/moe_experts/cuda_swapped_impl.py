@@ -11,10 +11,10 @@ from rose.kernels.moe_experts.swapped_tables import OffsetExperts, with_offsets
 from rose.kernels.registry import Band, Implementation, Sizes, register
 
 LIBRARY = SwappedLibrary()
-_FULL = "totals, two sums and both slabs' operands fill 240 registers: up to four numbers a stage are put away"
+_FULL = "totals, sums of a piece and both slabs' operand fill 240 registers: two to four numbers a stage are put away"
 SPILLS = {
-    "swapped7productINS1_4PlanILb1": (96, _FULL),
-    "swapped7productINS1_4PlanILb0": (92, _FULL),
+    "swapped7productINS1_4PlanILb1": (76, _FULL),
+    "swapped7productINS1_4PlanILb0": (44, _FULL),
 }
 """For `python -m rose.kernels aot`: bytes and reason, by a part of the kernel's name (gate-up, down)."""
 

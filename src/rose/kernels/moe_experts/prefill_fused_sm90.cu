@@ -4,10 +4,10 @@
 
 using namespace rose::moe;
 
-extern "C" int launch_sort(const int* ids, int num_pairs, int num_experts, int tile_rows, int row_step,
-                           int* row_of_pair, int* starts, int* tiles, int* expert_of_tile, int* pairs, cudaStream_t stream) {
+extern "C" int launch_sort(const int* ids, int num_pairs, int num_experts, int tile_rows, int* row_of_pair,
+                           int* starts, int* tiles, int* expert_of_tile, int* pairs, cudaStream_t stream) {
   if (num_experts > kMaxExperts) return cudaErrorInvalidValue;
-  sort_pairs_in_cluster<<<kSortBlocks, kSortWarps * 32, 0, stream>>>(ids, num_pairs, num_experts, tile_rows, row_step,
+  sort_pairs_in_cluster<<<kSortBlocks, kSortWarps * 32, 0, stream>>>(ids, num_pairs, num_experts, tile_rows,
                                                                     row_of_pair, starts, tiles, expert_of_tile, pairs);
   return cudaGetLastError();
 }

@@ -23,8 +23,8 @@ __device__ __forceinline__ int load_remote(const int* pointer, uint32_t rank) {
 // Each warp of the cluster owns a run of pairs in order: it counts its experts, learns how many rows of each lie before its
 // own, in its block and in the others, and walks its run again to hand out rows. Ties keep the order of the pairs.
 __global__ void __cluster_dims__(kSortBlocks, 1, 1) __launch_bounds__(kSortWarps * 32)
-    sort_pairs_in_cluster(const int* ids, int num_pairs, int num_experts, int tile_rows, int row_step, int* row_of_pair,
-                          int* starts, int* tiles, int* expert_of_tile, int* pairs) {
+    sort_pairs_in_cluster(const int* ids, int num_pairs, int num_experts, int tile_rows, int* row_of_pair, int* starts,
+                          int* tiles, int* expert_of_tile, int* pairs) {
   __shared__ int next[kSortWarps][kMaxExperts];
   __shared__ int counts[kMaxExperts], before[kMaxExperts], firsts[kMaxExperts], tile_starts[kMaxExperts + 1];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -68,30 +68,21 @@ __global__ void __cluster_dims__(kSortBlocks, 1, 1) __launch_bounds__(kSortWarps
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       rows[i] = row_sum;
-      row_sum += firsts[4 * lane + i];
-    }
-    int row_end = row_sum;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int row_before = __shfl_up_sync(0xffffffffu, row_end, step);
-      if (lane >= step) row_end += row_before;
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
       tile_counts[i] = tile_sum;
       pair_counts[i] = pair_sum;
-      // Tiles begin at a multiple of row_step, a power of two; the first one up to row_step - 1 rows early.
-      const int total = firsts[4 * lane + i], early = (row_end - row_sum + rows[i]) & (row_step - 1);
-      const int count = total > 0 ? (total + early + tile_rows - 1) / tile_rows : 0;
+      const int total = firsts[4 * lane + i], count = (total + tile_rows - 1) / tile_rows;
+      row_sum += total;
       tile_sum += count;
       pair_sum += count / 2;
     }
-    int tile_end = tile_sum, pair_end = pair_sum;
+    int row_end = row_sum, tile_end = tile_sum, pair_end = pair_sum;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
+      const int row_before = __shfl_up_sync(0xffffffffu, row_end, step);
       const int tile_before = __shfl_up_sync(0xffffffffu, tile_end, step);
       const int pair_before = __shfl_up_sync(0xffffffffu, pair_end, step);
       if (lane >= step) {
+        row_end += row_before;
         tile_end += tile_before;
         pair_end += pair_before;
       }

@@ -4,7 +4,7 @@
 // A tile is 256 rows of an expert's matrix and up to 128 of its tokens. Roles of a persistent block: two warpgroups
 // multiply 128 rows each, as two slabs of 64; one warp of a third fills the ring of stages by TMA.
 //   pieces   a tile's tokens are two pieces of kN = 64, 48 or 32, chosen by the tile, so that it costs what it has.
-//            Two sums of a slab and a piece are live beside the float32 totals.
+//            Sums of one piece, both slabs, are live beside the float32 totals: a token's scale serves both slabs.
 //   scales   one power of two for 128 rows and all of K (swapped_tables.py): totals are kept in its units, so that a
 //            partial sum meets the token's scale only.
 //   codes    thread (g, t) of a warp takes 32 codes of a row as they lie, block t of 128 columns. Word v of the four
@@ -13,19 +13,10 @@
 //            blocks of 16 codes and products v of two: byte 32v + 16u + 4t + b is column 16t + 8v + 4u + b.
 //   rows     gate and up of a channel lie in one thread: fragment row 8h + g of warp w in slab s is channel
 //            32s + 8w + g of the consumer's 64, h = 0 gate, h = 1 up. Down: row 64s + 16w + 8h + g.
-// Two ways to go through a stage:
-//   together  both slabs' products of a piece, then their addition: a token's scale, read once, serves both slabs. A slab's
-//             next codes are expanded beside the products of the other; additions have no product beside them.
-//   in turns  a slab's products of both pieces are always on their way: while one piece is added the other is multiplied,
-//             and both are while the other slab's codes are expanded. Rows of a tile's window begin at a multiple of 4, so
-//             that two scales come with one load; up to three tokens before the tile's own are multiplied for nothing.
-// Count of a stage in turns (256 rows, 128 tokens), clocks of one of the four schedulers: tensor core 1024; issue 2 x 413
-// (128 FFMA, 144 for expansion, 41 loads, 16 products, the rest addresses and waits); integer pipe 2 x 2 x 157. Of shared
-// memory: 512 for tokens, 260 to fill, 128 for codes, 256 or 512 for scales (a load of two words by four lanes). A
-// consumer alone: 256 for two pieces on their way, ~250 for the expansion beside them, ~80 for each addition, the last two
-// of a stage in part without a product beside them: ~870.
-// Why not three consumers of 64 rows: 192 rows are 96 channels, another group of the SwiGLU's scales than the 128 of
-// every other format here, and 4/3 as many loads of scales and tokens for a product.
+// Expansion of a slab's next codes runs beside the products of the other slab.
+// Why not slabs in turns, products always on their way: measured, 5 to 9 % slower (docs/performance.md). Why not three
+// consumers of 64 rows: 192 rows are 96 channels, another group of the SwiGLU's scales than the 128 of every other format
+// here, and 4/3 as many loads of scales and tokens for a product.
 #pragma once
 
 #include "prefill_fused.cuh"
@@ -63,10 +54,10 @@ struct Problem {
   __nv_bfloat16* y;
 };
 
-template <bool kGateUpP, int kStagesP, bool kTurnsP>
+template <bool kGateUpP>
 struct Plan {
-  static constexpr bool kGateUp = kGateUpP, kTurns = kTurnsP;
-  static constexpr int kStages = kStagesP, kThreads = 384;
+  static constexpr bool kGateUp = kGateUpP;
+  static constexpr int kStages = 3, kThreads = 384;
   static constexpr int kXBytes = kTokens * kBlockK;
   static constexpr int kCodesAt = kXBytes, kOffsetsAt = kCodesAt + kCodeBytes, kScalesAt = kOffsetsAt + kOffsetBytes;
   // Of a tile's first stage: its place, the scales of its two runs of 128 rows, its bias.
@@ -101,28 +92,11 @@ __device__ __forceinline__ Place locate(const Rows& rows, int item, int runs) {
   local -= band * kBandTiles * runs;
   const int run = local / band_tiles;
   const int tile = band * kBandTiles + local - run * band_tiles;
-  const int first_row = P::kTurns ? begin & ~3 : begin;
-  const int each = ((end - first_row + tiles - 1) / tiles + 7) & ~7;
-  found.row = max(begin, first_row + tile * each);
-  found.rows = min(end, first_row + (tile + 1) * each) - found.row;
+  const int each = ((end - begin + tiles - 1) / tiles + 7) & ~7;
+  found.row = begin + tile * each;
+  found.rows = min(end - found.row, each);
   found.column = run * kItemRows;
   return found;
-}
-
-// First row that a tile multiplies; those before its own are another expert's.
-template <typename P>
-__device__ __forceinline__ int window_of(const Place& place) {
-  return P::kTurns ? place.row & ~3 : place.row;
-}
-
-// Where the tile's own tokens begin and end in its window.
-struct Tokens {
-  int begin, end;
-};
-template <typename P>
-__device__ __forceinline__ Tokens tokens_of(const Place& place) {
-  const int begin = place.row - window_of<P>(place);
-  return {begin, begin + place.rows};
 }
 
 // The half group of a ragged K comes first, the whole ones in order after it.
@@ -157,7 +131,7 @@ __device__ __forceinline__ void fill(const Problem& p, int num_items, const Shar
   if (has_next) look_up(0);
   for (int round = 0; has_next;) {
     place = next;
-    const int window = window_of<P>(place), boxes = (tokens_of<P>(place).end + kBoxTokens - 1) / kBoxTokens;
+    const int boxes = (place.rows + kBoxTokens - 1) / kBoxTokens;
     const uint32_t bytes = boxes * kBoxTokens * kBlockK + kScaleBox * 4 + kCodeBytes + kOffsetBytes;
     for (int i = 0; i < k_blocks; ++i, ring.next()) {
       const int kb = block_of(i, k_full, k_blocks);
@@ -181,7 +155,7 @@ __device__ __forceinline__ void fill(const Problem& p, int num_items, const Shar
                     (place.expert * runs + place.column / kItemRows) * k_blocks + kb);
 #pragma unroll 1
         for (int b = 0; b < boxes; ++b) {
-          tma_load_2d(stage + b * kBoxTokens * kBlockK, &p.x, barrier, kb * kBlockK, window + b * kBoxTokens);
+          tma_load_2d(stage + b * kBoxTokens * kBlockK, &p.x, barrier, kb * kBlockK, place.row + b * kBoxTokens);
         }
         tma_load_2d(stage + P::kScalesAt, &p.x_scales, barrier, place.row & ~3, kb);
       }
@@ -194,23 +168,13 @@ __device__ __forceinline__ void fill(const Problem& p, int num_items, const Shar
   }
 }
 
-// Eight codes to two words of E4M3. In turns: signs of the high nibbles lie where bytes have theirs, those of the low ones
-// four below. Together: all signs turned, a positive code has bit 7, a negative one has not (`promote` subtracts); a
-// selector with its top bit set gives the sign of 0x40, nothing, and else 0x40 itself.
-template <bool kTurns>
+// Eight codes to two words of E4M3, all signs turned: a positive code has bit 7, a negative one has not (`promote`
+// subtracts). A selector with its top bit set gives the sign of 0x40, nothing, and else 0x40 itself.
 __device__ __forceinline__ void expand_word(uint32_t codes, const uint32_t (&table)[2], uint32_t& first,
                                             uint32_t& second) {
   const uint32_t magnitudes = codes & 0x77777777u;
-  first = permute_bytes(table[0], table[1], magnitudes);
-  second = permute_bytes(table[0], table[1], magnitudes >> 16);
-  if constexpr (kTurns) {
-    const uint32_t low = codes << 4;
-    first |= permute_bytes(low, codes, 0x5140) & 0x80808080u;
-    second |= permute_bytes(low, codes, 0x7362) & 0x80808080u;
-  } else {
-    first += 2 * permute_bytes(0x40404040u, 0x40404040u, codes);
-    second += 2 * permute_bytes(0x40404040u, 0x40404040u, codes >> 16);
-  }
+  first = permute_bytes(table[0], table[1], magnitudes) + 2 * permute_bytes(0x40404040u, 0x40404040u, codes);
+  second = permute_bytes(table[0], table[1], magnitudes >> 16) + 2 * permute_bytes(0x40404040u, 0x40404040u, codes >> 16);
 }
 
 // A slab's operand of one stage: kSteps products of 32 along K.
@@ -223,7 +187,7 @@ __device__ __forceinline__ void expand(uint32_t (&a)[4][4], int slab, uint32_t c
     load_shared(table, table_at + (offsets >> (16 * slab + 8 * h) & 255));
     load_shared(codes, codes_at + slab * P::kSlabPitch + h * P::kHalfPitch);
 #pragma unroll
-    for (int v = 0; v < kSteps; ++v) expand_word<P::kTurns>(codes[v], table, a[v][h], a[v][h + 2]);
+    for (int v = 0; v < kSteps; ++v) expand_word(codes[v], table, a[v][h], a[v][h + 2]);
   }
 }
 
@@ -251,21 +215,9 @@ __device__ __forceinline__ void promote(float (&low)[kN / 2], float (&high)[kN /
   }
 }
 
-// The sums of one slab and piece.
-template <int kN>
-__device__ __forceinline__ void promote(float (&total)[kN / 2], const float (&part)[kN / 2], uint32_t scales) {
-#pragma unroll
-  for (int j = 0; j < kN / 8; ++j) {
-    uint32_t scale[2];
-    load_shared(scale, scales + 32 * j);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) total[4 * j + i] += part[4 * j + i] * __uint_as_float(scale[i % 2]);
-  }
-}
-
 // Where a thread finds its things in every stage.
 struct Mine {
-  uint32_t codes, codes_of_half, offsets, scales;
+  uint32_t codes, offsets, scales;
 };
 
 // One stage, whose operands are in `a`; expands those of the next, which has four products.
@@ -308,50 +260,6 @@ __device__ __forceinline__ void multiply_stage(float (&total)[2][2][kN / 2], uin
   if (has_next) expand<P, 4>(a[1], 1, next + P::kCodesAt + mine.codes, offsets, table);
 }
 
-// The same in turns; slab 0's operand is in `a`, and `offsets` are of this stage, then of the next.
-template <typename P, int kN, int kSteps>
-__device__ __forceinline__ void multiply_stage_in_turns(float (&total)[2][2][kN / 2], uint32_t (&a)[2][4][4],
-                                                        uint32_t& offsets, const Shared& at, Ring<P::kStages>& ring,
-                                                        const Mine& mine, bool is_filled, bool has_next) {
-  float part[2][kN / 2];
-  const uint32_t stage = at.base + ring.stage * P::kStageBytes, empty = at.empty + 8 * ring.stage;
-  const uint64_t x = descriptor_swizzle128(uniform(stage));
-  const uint32_t scales = stage + P::kScalesAt + mine.scales, table = at.base + P::kTable;
-  const uint32_t codes = stage + P::kCodesAt + (kSteps == 2 ? mine.codes_of_half : mine.codes);
-  wgmma_fence();
-#pragma unroll
-  for (int piece = 0; piece < 2; ++piece) {
-    multiply<kN, kSteps>(part[piece], a[0], advance(x, kN * kBlockK * piece));
-    wgmma_commit();
-  }
-  // Always taken, here and below: without a branch ptxas puts the work behind the next wait.
-  if (is_filled) expand<P, kSteps>(a[1], 1, codes, offsets, table);
-#pragma unroll
-  for (int piece = 0; piece < 2; ++piece) {
-    wgmma_wait<1>();
-    settle(part[piece]);
-    promote<kN>(total[0][piece], part[piece], scales + 4 * kN * piece);
-    wgmma_fence();
-    multiply<kN, kSteps>(part[piece], a[1], advance(x, kN * kBlockK * piece));
-    wgmma_commit();
-  }
-  ring.next();
-  if (has_next) {
-    const uint32_t next = at.base + ring.stage * P::kStageBytes;
-    mbarrier_wait(at.full + 8 * ring.stage, ring.parity);
-    offsets = __float_as_uint(load_shared(next + P::kOffsetsAt + mine.offsets));
-    expand<P, 4>(a[0], 0, next + P::kCodesAt + mine.codes, offsets, table);
-  }
-  wgmma_wait<1>();
-  settle(part[0]);
-  if (is_filled) promote<kN>(total[1][0], part[0], scales);
-  wgmma_wait<0>();
-  settle(part[1]);
-  promote<kN>(total[1][1], part[1], scales + 4 * kN);
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
-}
-
 // Of 128 rows: weight row, in the order of the matrix, of fragment row 8h + g of a warp.
 template <typename P>
 __device__ __forceinline__ int row_of(int thread, int slab, int h) {
@@ -380,30 +288,21 @@ __device__ __forceinline__ void multiply_tile(float (&total)[2][2][kN / 2], cons
     }
   }
   const int code_row = (P::kGateUp ? 64 : 128) * consumer + (P::kGateUp ? 8 : 16) * warp + g;
-  const Mine mine = {uint32_t(code_row * kRowCodes + 16 * t), uint32_t(code_row * kRowCodes + 8 * t), uint32_t(4 * thread),
-                     uint32_t(4 * ((window_of<P>(place) & 3) + 2 * t))};
+  const Mine mine = {uint32_t(code_row * kRowCodes + 16 * t), uint32_t(4 * thread),
+                     uint32_t(4 * ((place.row & 3) + 2 * t))};
   const int k_full = p.k / kBlockK;
-  const uint32_t codes = stage + P::kCodesAt + (p.k % kBlockK != 0 ? mine.codes_of_half : mine.codes);
-  uint32_t offsets = __float_as_uint(load_shared(stage + P::kOffsetsAt + mine.offsets)), a[2][4][4];
+  const uint32_t offsets = __float_as_uint(load_shared(stage + P::kOffsetsAt + mine.offsets));
+  uint32_t a[2][4][4];
   if (p.k % kBlockK != 0) {
+    const uint32_t codes = stage + P::kCodesAt + mine.codes - 8 * t;
     expand<P, 2>(a[0], 0, codes, offsets, table);
-    if constexpr (P::kTurns) {
-      multiply_stage_in_turns<P, kN, 2>(total, a, offsets, at, ring, mine, p.n > 0, k_full > 0);
-    } else {
-      expand<P, 2>(a[1], 1, codes, offsets, table);
-      multiply_stage<P, kN, 2>(total, a, at, ring, mine, k_full > 0);
-    }
+    expand<P, 2>(a[1], 1, codes, offsets, table);
+    multiply_stage<P, kN, 2>(total, a, at, ring, mine, k_full > 0);
   } else {
-    expand<P, 4>(a[0], 0, codes, offsets, table);
-    if constexpr (!P::kTurns) expand<P, 4>(a[1], 1, codes, offsets, table);
+    expand<P, 4>(a[0], 0, stage + P::kCodesAt + mine.codes, offsets, table);
+    expand<P, 4>(a[1], 1, stage + P::kCodesAt + mine.codes, offsets, table);
   }
-  for (int left = k_full; left > 0; --left) {
-    if constexpr (P::kTurns) {
-      multiply_stage_in_turns<P, kN, 4>(total, a, offsets, at, ring, mine, p.n > 0, left > 1);
-    } else {
-      multiply_stage<P, kN, 4>(total, a, at, ring, mine, left > 1);
-    }
-  }
+  for (int left = k_full; left > 0; --left) multiply_stage<P, kN, 4>(total, a, at, ring, mine, left > 1);
 }
 
 // SwiGLU of 64 channels, as fp16 in the staged tile [token][channel]; chunks of 16 bytes are swapped by token.
@@ -436,9 +335,8 @@ __device__ __forceinline__ void quantize_staged(const Problem& p, const Place& p
   const int warp = thread % 128 / 32, lane = thread % 32, part = lane % 8;
   const int channel = place.column / 2, block = p.n - place.column < kItemRows ? 16 : 32;  // channels of a lane's word t
   const bool is_part = part < block / 4;
-  const Tokens own = tokens_of<P>(place);
   // Four tokens a round, eight in two; tokens 4 apart lie in other banks.
-  for (int round = 0; 32 * (round / 2) + 8 * warp < own.end; ++round) {
+  for (int round = 0; 32 * (round / 2) + 8 * warp < place.rows; ++round) {
     const int token = 32 * (round / 2) + 8 * warp + 2 * (round % 2) + lane / 16 + 4 * (lane / 8 % 2);
     float v[16], amax = 0.f;
 #pragma unroll
@@ -463,8 +361,8 @@ __device__ __forceinline__ void quantize_staged(const Problem& p, const Place& p
       const float* d = v + 4 * t;
       words[t] = pack_e4m3(d[0] * inverse, d[1] * inverse, d[2] * inverse, d[3] * inverse);
     }
-    if (token >= own.begin && token < own.end) {
-      const size_t row = size_t(window_of<P>(place)) + token;
+    if (token < place.rows) {
+      const size_t row = size_t(place.row) + token;
       if (part == 0) p.hidden_scales[size_t(channel / 128) * p.scales_stride + row] = scale;
       if (is_part) {
         *reinterpret_cast<uint4*>(p.hidden + row * (p.n / 2) + channel + 16 * part) =
@@ -480,7 +378,6 @@ __device__ __forceinline__ void store_rows(const float (&total)[2][2][kN / 2], c
                                            float row_scale, uint32_t staged, int thread) {
   const int consumer = thread / 128, warp = thread % 128 / 32, lane = thread % 32;
   const uint32_t mine = staged + consumer * kTokens * 128;
-  const Tokens own = tokens_of<P>(place);
 #pragma unroll
   for (int s = 0; s < 2; ++s) {
     const int column = place.column + 128 * consumer + 64 * s;
@@ -501,11 +398,10 @@ __device__ __forceinline__ void store_rows(const float (&total)[2][2][kN / 2], c
     }
     named_sync(1 + consumer, 128);
     const int part = lane % 8;
-    for (int token = 4 * warp + lane / 8; token < own.end; token += 16) {
-      if (token < own.begin) continue;
+    for (int token = 4 * warp + lane / 8; token < place.rows; token += 16) {
       uint32_t words[4];
       load_shared(words, mine + token * 128 + 16 * (part ^ (token % 8)));
-      *reinterpret_cast<uint4*>(p.y + (size_t(window_of<P>(place)) + token) * p.n + column + 8 * part) =
+      *reinterpret_cast<uint4*>(p.y + (size_t(place.row) + token) * p.n + column + 8 * part) =
           make_uint4(words[0], words[1], words[2], words[3]);
     }
     named_sync(1 + consumer, 128);
@@ -547,9 +443,9 @@ __device__ __forceinline__ void consume(const Problem& p, int num_items, const S
         __syncwarp();
         if (threadIdx.x % 32 == 0) mbarrier_arrive(at.empty + 8 * ring.stage);
       }
-    } else if (const int tokens = tokens_of<P>(place).end; tokens > 96) {
+    } else if (place.rows > 96) {
       consume_tile<P, 64>(p, at, ring, place, staged_parity);
-    } else if (tokens > 64) {
+    } else if (place.rows > 64) {
       consume_tile<P, 48>(p, at, ring, place, staged_parity);
     } else {
       consume_tile<P, 32>(p, at, ring, place, staged_parity);

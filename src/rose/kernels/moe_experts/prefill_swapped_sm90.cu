@@ -30,44 +30,27 @@ swapped::Problem problem(const float* row_scales, const void* bias, int bias_is_
   return p;
 }
 
-template <bool kGateUp>
-cudaError_t launch_product(const swapped::Problem& p, const void* x, const float* x_scales, int x_scales_stride,
-                           const void* codes, const void* offsets, int rows, int max_tiles, int stages, int turns,
-                           cudaStream_t stream) {
-  const auto with = [&](auto plan) {
-    return swapped::launch<decltype(plan)>(p, x, x_scales, x_scales_stride, codes, offsets, rows, max_tiles, stream);
-  };
-  using swapped::Plan;
-  if (stages == 5 && turns) return with(Plan<kGateUp, 5, true>{});
-  if (stages == 3) return turns ? with(Plan<kGateUp, 3, true>{}) : with(Plan<kGateUp, 3, false>{});
-  return cudaErrorInvalidValue;
-}
-
 }  // namespace
 
-// turns: a stage's slabs in turns, tiles counted from the multiple of four before an expert's first row; stages: 3, or 5 in
-// turns.
 extern "C" int launch_swapped_gate_up(const void* x, const float* x_scales, int x_scales_stride, int rows,
                                       const void* codes, const void* offsets, const float* row_scales, const void* bias,
                                       int bias_is_bf16, const int* starts, const int* tiles, const int* expert_of_tile,
                                       int max_tiles, int experts, int n, int k, uint8_t* hidden, float* hidden_scales,
-                                      int hidden_scales_stride, float alpha, float limit, int stages, int turns,
-                                      cudaStream_t stream) {
+                                      int hidden_scales_stride, float alpha, float limit, cudaStream_t stream) {
   swapped::Problem p = problem(row_scales, bias, bias_is_bf16, starts, tiles, expert_of_tile, experts, n, k);
   p.hidden = hidden;
   p.hidden_scales = hidden_scales;
   p.scales_stride = hidden_scales_stride;
   p.alpha = alpha;
   p.limit = limit;
-  return launch_product<true>(p, x, x_scales, x_scales_stride, codes, offsets, rows, max_tiles, stages, turns, stream);
+  return swapped::launch<swapped::Plan<true>>(p, x, x_scales, x_scales_stride, codes, offsets, rows, max_tiles, stream);
 }
 
 extern "C" int launch_swapped_down(const void* x, const float* x_scales, int x_scales_stride, int rows,
                                    const void* codes, const void* offsets, const float* row_scales, const void* bias,
                                    int bias_is_bf16, const int* starts, const int* tiles, const int* expert_of_tile,
-                                   int max_tiles, int experts, int n, int k, __nv_bfloat16* y, int stages, int turns,
-                                   cudaStream_t stream) {
+                                   int max_tiles, int experts, int n, int k, __nv_bfloat16* y, cudaStream_t stream) {
   swapped::Problem p = problem(row_scales, bias, bias_is_bf16, starts, tiles, expert_of_tile, experts, n, k);
   p.y = y;
-  return launch_product<false>(p, x, x_scales, x_scales_stride, codes, offsets, rows, max_tiles, stages, turns, stream);
+  return swapped::launch<swapped::Plan<false>>(p, x, x_scales, x_scales_stride, codes, offsets, rows, max_tiles, stream);
 }

@@ -30,8 +30,6 @@ class RowTable:
     expert_M: Tensor
     pairs_E1: Tensor
     block_m: int
-    row_step: int = 1
-    """Tiles begin at a multiple of it, the first one of an expert up to `row_step` - 1 rows before the expert's own."""
 
     @property
     def max_tiles(self) -> int:
@@ -39,15 +37,12 @@ class RowTable:
         return self.expert_M.shape[0]
 
 
-def max_tiles(num_pairs: int, num_experts: int, block_m: int, row_step: int = 1) -> int:
+def max_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
     """Return how many tiles `num_pairs` rows can make: each hit expert may leave one tile short."""
-    hit = min(num_experts, num_pairs)
-    return (num_pairs + hit * (row_step - 1)) // block_m + hit
+    return num_pairs // block_m + min(num_experts, num_pairs)
 
 
-def allocate_rows(
-    expert_ids_TK: Tensor, *, num_experts: int, block_m: int, row_step: int = 1
-) -> RowTable:
+def allocate_rows(expert_ids_TK: Tensor, *, num_experts: int, block_m: int) -> RowTable:
     """Return a table whose tensors a sort has yet to fill."""
 
     def integers(count: int) -> Tensor:
@@ -57,8 +52,7 @@ def allocate_rows(
         row_TK=torch.empty_like(expert_ids_TK),
         starts_E1=integers(num_experts + 1),
         tiles_E1=integers(num_experts + 1),
-        expert_M=integers(max_tiles(expert_ids_TK.numel(), num_experts, block_m, row_step)),
+        expert_M=integers(max_tiles(expert_ids_TK.numel(), num_experts, block_m)),
         pairs_E1=integers(num_experts + 1),
         block_m=block_m,
-        row_step=row_step,
     )
