@@ -80,11 +80,18 @@ def sources(folder: Path, name: str, edits: tuple[tuple[str, str], ...] = ()) ->
     return main
 
 
-def compiled(folder: Path, name: str, edits: tuple[tuple[str, str], ...] = ()) -> ctypes.CDLL:
+def compiled(
+    folder: Path,
+    name: str,
+    edits: tuple[tuple[str, str], ...] = (),
+    *,
+    defines: tuple[str, ...] = (),
+) -> ctypes.CDLL:
     nvcc = build.find_nvcc()
     assert nvcc is not None
     path = folder / "model.so"
     options = ["-x", "c++", "-std=c++17", "-O1", "-shared", f"-I{folder}", "-o", str(path)]
+    options += [f"-D{d}" for d in defines]
     quiet = ["-Xcompiler", "-fPIC,-w"]
     done = subprocess.run(
         [nvcc, *options, *quiet, str(sources(folder, name, edits))],

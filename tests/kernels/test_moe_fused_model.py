@@ -110,6 +110,17 @@ def test_experts_agree_with_torch_stage_by_stage(
         assert (a - b).abs().max() <= 2 * limit * b.abs().max()
 
 
+@pytest.mark.slow
+def test_a_build_for_racecheck_lets_every_lane_arrive(library: ctypes.CDLL, tmp_path: Path) -> None:
+    checked = compiled(tmp_path, "fused", defines=("ROSE_RACECHECK",))
+    for weight, block_m in (("mxfp4", 256), ("fp8_block", 128)):
+        runs = [
+            experts(each, [70, 0, 200], 192, 192, weight, block_m) for each in (checked, library)
+        ]
+        assert runs[0][0] == ""
+        assert all(torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True))
+
+
 def test_mxfp4_gives_the_bits_of_its_expanded_copy(library: ctypes.CDLL) -> None:
     runs = [experts(library, [100, 30], 192, 192, w, 256)[1] for w in ("mxfp4", "fp8_block")]
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

@@ -34,9 +34,13 @@ inline void mbarrier_arrive(uint32_t barrier) {
   ++model::block->progress;
 }
 
+#ifdef ROSE_RACECHECK
+constexpr int kWarpArrivals = 32;
+#else
 constexpr int kWarpArrivals = 1;
+#endif
 inline void mbarrier_arrive_warp(uint32_t barrier, int lane) {
-  if (lane == 0) mbarrier_arrive(barrier);
+  if (kWarpArrivals > 1 || lane == 0) mbarrier_arrive(barrier);
 }
 
 inline void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {

@@ -85,6 +85,9 @@ struct Shared {
 // reconvergence and lives in uniform registers.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
+// Whether this lane arrives for its warp, as mbarrier_arrive_warp has it.
+__device__ __forceinline__ bool is_arriving() { return kWarpArrivals > 1 || threadIdx.x % 32 == 0; }
+
 __device__ __forceinline__ void store_place(uint32_t at, const Place& place) {
   store_shared(at, {uint32_t(place.expert), uint32_t(place.row), uint32_t(place.rows), uint32_t(place.column)});
 }
@@ -210,6 +213,8 @@ __device__ __forceinline__ void fill_stages(const Problem& p, int num_items, con
         if constexpr (!P::kMxfp4) {
           tma_load_3d(a + P::kABytes, &p.w, barrier, kb * kBlockK, place.column, place.expert);
         }
+      } else if constexpr (kWarpArrivals > 1) {
+        mbarrier_arrive(barrier);  // tells of this lane's own stores
       }
       __syncwarp();
       if (kb == min(2, k_blocks - 1)) {
@@ -324,7 +329,7 @@ __device__ __forceinline__ void expand(const Problem& p, int num_items, const Sh
         }
         fence_proxy_async();
         __syncwarp();
-        if (lane == 0) {
+        if (is_arriving()) {
           mbarrier_arrive(at.packed_empty + 8 * packed_ring.stage);
           mbarrier_arrive(at.full + 8 * ring.stage);
         }
@@ -356,7 +361,7 @@ __device__ __forceinline__ void multiply(float (&total)[2][64], uint64_t a, uint
     settle(part);
     if (s == pieces - 1) {
       __syncwarp();
-      if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
+      if (is_arriving()) mbarrier_arrive(empty);
     }
     const float c0 = scale0 * w_scale, c1 = scale1 * w_scale;
 #pragma unroll
@@ -562,7 +567,7 @@ __device__ __forceinline__ void consume(const Problem& p, int num_items, const S
         for (int kb = 0; kb < k_blocks; ++kb, ring.next()) {
           mbarrier_wait(at.full + 8 * ring.stage, ring.parity);
           __syncwarp();
-          if (threadIdx.x % 32 == 0) mbarrier_arrive(at.empty + 8 * ring.stage);
+          if (is_arriving()) mbarrier_arrive(at.empty + 8 * ring.stage);
         }
       } else {
         __syncwarp();  // every lane has read the place of the tile before
@@ -609,12 +614,12 @@ __global__ void __launch_bounds__(P::kThreads, 1) product(const __grid_constant_
   at.places = at.base + P::kPlaces;
   if (threadIdx.x == 0) {
     for (int i = 0; i < P::kStages; ++i) {
-      mbarrier_init(at.full + 8 * i, P::kMxfp4 ? 5 : 1);  // the filling warp, four expanding warps
-      mbarrier_init(at.empty + 8 * i, 8);                 // eight multiplying warps
+      mbarrier_init(at.full + 8 * i, (P::kMxfp4 ? 5 : 1) * kWarpArrivals);  // the filling warp, four expanding warps
+      mbarrier_init(at.empty + 8 * i, 8 * kWarpArrivals);                   // eight multiplying warps
     }
     for (int i = 0; i < kPackedStages; ++i) {
-      mbarrier_init(at.packed_full + 8 * i, 1);
-      mbarrier_init(at.packed_empty + 8 * i, 4);
+      mbarrier_init(at.packed_full + 8 * i, 1);  // one lane, which wrote what is not copied
+      mbarrier_init(at.packed_empty + 8 * i, 4 * kWarpArrivals);
     }
     mbarrier_init_fence();
   }

@@ -25,6 +25,7 @@
 
 namespace rose::moe::swapped {
 
+using fused::is_arriving;
 using fused::item_of_round;
 using fused::load_place;
 using fused::Place;
@@ -158,6 +159,8 @@ __device__ __forceinline__ void fill(const Problem& p, int num_items, const Shar
           tma_load_2d(stage + b * kBoxTokens * kBlockK, &p.x, barrier, kb * kBlockK, place.row + b * kBoxTokens);
         }
         tma_load_2d(stage + P::kScalesAt, &p.x_scales, barrier, place.row & ~3, kb);
+      } else if constexpr (kWarpArrivals > 1) {
+        mbarrier_arrive(barrier);  // tells of this lane's own stores
       }
       __syncwarp();
       if (i == min(2, k_blocks - 1)) {
@@ -256,7 +259,7 @@ __device__ __forceinline__ void multiply_stage(float (&total)[2][2][kN / 2], uin
   settle(part[1]);
   promote<kN>(total[0][1], total[1][1], part, scales + 4 * kN);
   __syncwarp();
-  if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
+  if (is_arriving()) mbarrier_arrive(empty);
   if (has_next) expand<P, 4>(a[1], 1, next + P::kCodesAt + mine.codes, offsets, table);
 }
 
@@ -441,7 +444,7 @@ __device__ __forceinline__ void consume(const Problem& p, int num_items, const S
       for (int kb = 0; kb < k_blocks; ++kb, ring.next()) {
         mbarrier_wait(at.full + 8 * ring.stage, ring.parity);
         __syncwarp();
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(at.empty + 8 * ring.stage);
+        if (is_arriving()) mbarrier_arrive(at.empty + 8 * ring.stage);
       }
     } else if (place.rows > 96) {
       consume_tile<P, 64>(p, at, ring, place, staged_parity);
@@ -454,13 +457,13 @@ __device__ __forceinline__ void consume(const Problem& p, int num_items, const S
       // Both consumers stage; the second, which may end later, quantises.
       if (consumer == 0) {
         __syncwarp();
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(at.staged_full);
+        if (is_arriving()) mbarrier_arrive(at.staged_full);
       } else {
         named_sync(1, 128);
         mbarrier_wait(at.staged_full, staged_parity);
         quantize_staged<P>(p, place, at.base + P::kStaged, threadIdx.x);
         __syncwarp();
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(at.staged_empty);
+        if (is_arriving()) mbarrier_arrive(at.staged_empty);
       }
     }
   }
@@ -478,11 +481,11 @@ __global__ void __launch_bounds__(P::kThreads, 1) product(const __grid_constant_
   at.places = at.base + P::kPlaces;
   if (threadIdx.x == 0) {
     for (int i = 0; i < P::kStages; ++i) {
-      mbarrier_init(at.full + 8 * i, 1);
-      mbarrier_init(at.empty + 8 * i, 8);  // eight multiplying warps
+      mbarrier_init(at.full + 8 * i, kWarpArrivals);
+      mbarrier_init(at.empty + 8 * i, 8 * kWarpArrivals);  // eight multiplying warps
     }
-    mbarrier_init(at.staged_full, 4);
-    mbarrier_init(at.staged_empty, 4);
+    mbarrier_init(at.staged_full, 4 * kWarpArrivals);
+    mbarrier_init(at.staged_empty, 4 * kWarpArrivals);
     mbarrier_init_fence();
   }
   if (threadIdx.x < kTables) {
