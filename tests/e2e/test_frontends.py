@@ -6,7 +6,9 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
+import threading
 import time
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -19,6 +21,8 @@ from fakes.servers import RunningServer
 ANSWER = "<|channel|>final<|message|>The sum is 4.<|return|>"
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "2+2?"}]}
 NUM_FRONTENDS = 3
+PATIENCE_S = 5.0
+"""No client may wait longer for an answer or an error."""
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +69,48 @@ def _counts(server):
             done = [v for name, labels, v in rows if labels.get("status") == "200"]
             counts[path.name] = sum(done)
     return counts
+
+
+def _open_requests(server):
+    """Return how many requests each frontend has open."""
+    folder = Path(next(iter(_frontends(server).values()))[3]).parent
+    found = []
+    for path in folder.glob("counts-*"):
+        if not path.suffix:
+            rows = msgspec.msgpack.decode(path.read_bytes())
+            found.append(sum(v for name, _, v in rows if name == "rose_http_requests_open"))
+    return found
+
+
+class Stream(threading.Thread):
+    """A stream that is read to its end, on a connection of its own."""
+
+    def __init__(self, server):
+        super().__init__(daemon=True)
+        self._server = server
+        self.has_begun = threading.Event()
+        self.text, self.ended = "", None
+        self.start()
+
+    def run(self):
+        body = {**CHAT, "stream": True, "max_tokens": 4000}
+        address = urlsplit(self._server.url)
+        connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
+        with contextlib.closing(connection):
+            connection.request(
+                "POST",
+                "/v1/chat/completions",
+                json.dumps(body),
+                {"content-type": "application/json"},
+            )
+            response = connection.getresponse()
+            while part := response.read1():
+                self.text += part.decode()
+                self.has_begun.set()
+        self.ended = time.monotonic()
+
+    def blocks(self):
+        return self.text.split("\n\n")[:-1]
 
 
 def _ask(server, path="/v1/chat/completions", body=CHAT):
@@ -125,6 +171,41 @@ def test_an_engine_that_dies_is_replaced_for_all(server):
         return all(_ask(server)[0] == 200 for _ in range(12))
 
     _wait_for(all_answer)
+
+
+def test_open_streams_of_all_processes_are_told_when_the_engine_dies(tmp_path):
+    script = tmp_path / "script.jsonl"
+    words = "<|channel|>final<|message|>" + " word" * 4000
+    script.write_text(json.dumps({"text": words, "delay_ms": 20}))
+    options = ("--served-model-name", "m", "--frontends", str(NUM_FRONTENDS))
+    server = RunningServer("--scripted", str(script), *options)
+    try:
+        _wait_for(lambda: len(_counts(server)) == NUM_FRONTENDS)
+        streams = [Stream(server) for _ in range(24)]
+        assert all(stream.has_begun.wait(30) for stream in streams)
+        _wait_for(lambda: sum(_open_requests(server)) == len(streams))
+        assert sum(count > 0 for count in _open_requests(server)) > 1, "one process has them all"
+        [engine] = set(_children(server)) - set(_frontends(server))
+        begin = time.monotonic()
+        os.kill(engine, signal.SIGKILL)
+        for stream in streams:
+            stream.join(30)
+            assert stream.ended is not None, "a stream was left open"
+            assert stream.ended - begin < PATIENCE_S
+            *pieces, error, done = stream.blocks()
+            assert done == "data: [DONE]"
+            found = json.loads(error.removeprefix("data: "))["error"]
+            assert found["code"] == "engine_failed"
+            # A child may hear of the next engine only: it is there at once.
+            assert re.search("SIGKILL|another engine has taken the place", found["message"])
+            # What came before is whole, and in its order.
+            texts = [json.loads(p.removeprefix("data: "))["choices"][0]["delta"] for p in pieces]
+            assert "".join(t.get("content", "") for t in texts) == " word" * (len(texts) - 1)
+        _wait_for(lambda: _ask(server, body={**CHAT, "max_tokens": 3})[0] == 200)
+        assert [_ask(server, body={**CHAT, "max_tokens": 3})[0] for _ in range(12)] == [200] * 12
+        _wait_for(lambda: sum(_open_requests(server)) == 0)
+    finally:
+        server.stop()
 
 
 def test_a_signal_ends_all_of_them(server):
