@@ -17,6 +17,8 @@ GPT_OSS_120B = {"D": 2880, "I": 2880, "E": 128, "K": 4}
 SMALL = {"D": 64, "I": 96, "E": 8, "K": 2}
 SMALL_RAGGED = {"D": 192, "I": 192, "E": 4, "K": 2}
 """192 = 128 + 64, as 2880 = 22 * 128 + 64: the last block of fp8 scales is short."""
+RAGGED_BOTH = {"D": 320, "I": 192, "E": 8, "K": 2}
+"""320 = 2 * 128 + 64: the first product has a half block after whole ones, the second after one."""
 
 
 def _case(
@@ -83,6 +85,7 @@ def _edges() -> list[Case]:
         _case("all_experts", 9, {**SMALL, "E": 4, "K": 4}, activation="float32"),
         _case("float64", 9, SMALL, activation="float64", weight="float64"),
         _case("20b_width", 3, {**GPT_OSS_20B, "E": 2, "K": 1}),
+        _case("20b_width_rows_65", 65, {**GPT_OSS_20B, "E": 2, "K": 1}),
         _case("20b_prefill_fp8", 2000, GPT_OSS_20B, weight="fp8_block", large=True),
         _case("120b_prefill_foreign", 3000, GPT_OSS_120B, foreign=True, large=True),
         *(
@@ -102,6 +105,16 @@ def _edges() -> list[Case]:
             40,
             SMALL_RAGGED,
             weight="fp8_block",
+            foreign=True,
+            phase="prefill",
+        ),
+        *(_case(f"mxfp4_prefill_rows_{t}", t, RAGGED_BOTH, phase="prefill") for t in (1, 65, 300)),
+        # More experts than an fp8 copy is kept of, and two or three tiles for each that is hit.
+        _case(
+            "mxfp4_prefill_many_experts",
+            800,
+            {**RAGGED_BOTH, "D": 192, "I": 320, "E": 72},
+            experts_hit=3,
             foreign=True,
             phase="prefill",
         ),
