@@ -159,11 +159,11 @@ class World:
         waiting = list(self.scheduler.waiting)
         running = self.scheduler.running
         for sequences in (waiting, running):
-            turns = [s.turn for s in sequences]
-            assert turns == sorted(turns)
+            orders = [s.order for s in sequences]
+            assert orders == sorted(orders)
         assert self.scheduler.waiting.num_tokens == sum(s.num_tokens for s in waiting)
         if self.config.policy == "first-come" and waiting and running:
-            assert running[-1].turn < waiting[0].turn
+            assert running[-1].order < waiting[0].order
 
     def check_pages(self):
         running = self.scheduler.running

@@ -2,8 +2,8 @@
 
 Decoding sequences take one token each, then prompts fill the rest of the budget in chunks, then waiting requests
 enter in the order of `WaitingQueue`, each from where the prefix cache ends. When pages run out, the running sequence
-with the last turn is preempted (the youngest; by priority, the youngest of the least urgent): it gives up its pages and
-is computed anew later. The one with the first turn therefore always goes on, so everyone ends; nobody is preempted
+that is last in order is preempted (the youngest; by priority, the youngest of the least urgent): it gives up its
+pages and is computed anew later. The first in order therefore always goes on, so everyone ends; nobody is preempted
 only because something more urgent waits. `schedule` may be called for step n+1 before step n is committed.
 """
 
@@ -16,7 +16,7 @@ from rose.cache.table import PageTable, PageUpdates
 from rose.config.scheduler import SchedulerConfig
 from rose.engine.grammar_state import GrammarState
 from rose.engine.sequence import Sequence, SequenceState
-from rose.engine.waiting import WaitingQueue, turn_of
+from rose.engine.waiting import WaitingQueue, order_of
 from rose.runtime.plan import MAX_HIT_COLUMNS, PlanEntry, StepPlan
 
 _NO_PAGES: PageUpdates = {}
@@ -50,7 +50,7 @@ class Scheduler:
         self.table = table
         self.waiting = WaitingQueue(config)
         self.running: list[Sequence] = []
-        """In the order of their turns; the last is preempted first, and never one that the step has planned."""
+        """In order; the last is preempted first, and never one that the step has planned."""
         self.flights: deque[Flight] = deque()
         self.num_preemptions = 0
         self.num_queried_tokens = 0
@@ -152,7 +152,7 @@ class Scheduler:
         return entries, longest
 
     def _grow_or_preempt(self, sequence: Sequence, num_tokens: int) -> PageUpdates | None:
-        """Make room by preempting who has the last turn; None: the sequence itself had to go."""
+        """Make room by preempting the last in order; None: the sequence itself had to go."""
         while True:
             updates = self.table.grow(sequence.pages, num_tokens)
             if updates is not None:
@@ -238,7 +238,7 @@ class Scheduler:
                 self.num_queried_tokens += sequence.num_prompt_tokens
                 self.num_cached_tokens += hit.num_tokens
             self._in_slot[sequence.slot] = sequence
-            insort(self.running, sequence, key=turn_of)
+            insort(self.running, sequence, key=order_of)
             budget -= self._plan_chunk(sequence, budget, flight, prefill, is_new=True)
             if sequence.num_scheduled < sequence.prefill_end:
                 return

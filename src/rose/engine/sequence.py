@@ -50,6 +50,7 @@ class Sequence:
         "num_scheduled",
         "num_stale",
         "num_tokens",
+        "order",
         "pages",
         "prefill_end",
         "request_id",
@@ -60,14 +61,13 @@ class Sequence:
         "stop_ids",
         "timeout_s",
         "token_ids",
-        "turn",
     )
 
     def __init__(self, request: Request, sampling: SamplingParams) -> None:
         self.request_id = request.request_id
         self.sampling = sampling
         """With the seed filled in."""
-        self.turn: tuple[int, int] = (request.priority, 0)
+        self.order: tuple[int, int] = (request.priority, 0)
         """Priority, then order of arrival, which the queue gives; kept when preempted."""
         self.arrived_at = time.monotonic()
         self.started_at = 0.0

@@ -1,7 +1,7 @@
 """The requests that wait to run, in the order in which they will: bounded in number and in tokens. Knows no pages.
 
-Order is by turn: first the request's priority (smaller first; all equal under first-come), then the order of
-arrival. A preempted sequence keeps its turn, so that it is not overtaken by those who came later.
+Order is by the request's priority (smaller first; all equal under first-come), then the order of
+arrival. A preempted sequence keeps its own, so that it is not overtaken by those who came later.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from rose.config.scheduler import SchedulerConfig
 from rose.engine.sequence import Sequence
 
 
-def turn_of(sequence: Sequence) -> tuple[int, int]:
+def order_of(sequence: Sequence) -> tuple[int, int]:
     """Return the key by which sequences are ordered, waiting and running."""
-    return sequence.turn
+    return sequence.order
 
 
 class WaitingQueue:
@@ -64,15 +64,15 @@ class WaitingQueue:
         return None
 
     def add(self, sequence: Sequence) -> None:
-        """Put a sequence where its turn puts it; one that is new gets its turn here."""
-        priority, arrival = sequence.turn
+        """Put a sequence where its order puts it; one that is new gets its order here."""
+        priority, arrival = sequence.order
         if not arrival:
             self._num_arrived += 1
-            sequence.turn = (priority, self._num_arrived)
+            sequence.order = (priority, self._num_arrived)
         waiting, place = self._sequences, len(self._sequences)
-        if waiting and sequence.turn < waiting[0].turn:
+        if waiting and sequence.order < waiting[0].order:
             place = 0  # the usual place of one that was preempted
-        while place > 0 and sequence.turn < waiting[place - 1].turn:
+        while place > 0 and sequence.order < waiting[place - 1].order:
             place -= 1
         waiting.insert(place, sequence)
         self.num_tokens += sequence.num_tokens
