@@ -70,8 +70,10 @@ def test_inspect_prints_what_is_missing_and_fails(folder, tmp_path, capsys):
 def test_synth_writes_what_inspect_finds_complete(tmp_path, capsys):
     assert run(["synth", str(tmp_path / "m"), "--size", "tiny", "--layers", "1"]) == 0
     assert "gpt-oss tiny, 1 layers" in capsys.readouterr().out
-    assert run(["inspect", str(tmp_path / "m")]) == 0
-    assert "complete: every tensor is in its place" in capsys.readouterr().out
+    assert run(["inspect", str(tmp_path / "m"), "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert "complete: every tensor is in its place" in printed
+    assert "relayouts included: copies in float32 for a CPU's kernels" in printed
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("torch", reason="the engine needs torch")
 
 from rose.cli.main import run
+from rose.utils.device import detect
 
 
 def test_the_demo_adds_calls_a_tool_and_uses_what_it_says(capsys):
@@ -16,3 +17,4 @@ def test_the_demo_adds_calls_a_tool_and_uses_what_it_says(capsys):
     assert 'get_weather {"city":"Paris"}' in said
     assert "In Paris it is 21 °C and sunny." in said
     assert "tokens/s" in said
+    assert ("an hour" in said) is (detect().kind == "cuda"), "the price is a GPU's"

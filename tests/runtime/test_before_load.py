@@ -77,7 +77,7 @@ def test_an_h200_holds_the_published_models(size, weights, gib, tokens):
     assert plan.total <= plan.budget_bytes < H200.memory_bytes
     assert 1 < plan.use.workspace / GIB < 3.5
     table = "\n".join(planner.lines(config, plan))
-    assert re.search(rf"weights +{gib} GiB +experts in {weights}", table)
+    assert re.search(rf"weights +{gib} GiB +experts in {weights}, relayouts included\n", table)
     for part in ("workspace", "graphs", "tables", "KV", "full", "window", "left", "140.40 GiB"):
         assert part in table
 
