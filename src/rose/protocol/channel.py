@@ -37,7 +37,7 @@ GREETING = b"rose frontend"
 FRAMES_PER_READ = 256
 """Taken from the socket at once; more wait for the next call."""
 EVENTS_PER_READ = 2048
-"""Taken by a frontend at once, frames whole: what is there is sent on together. About 3 ms of its work."""
+"""Taken by a frontend at once, frames whole: what is there is sent on together. About 5 ms of its work."""
 LINGER_MS = 500
 """How long `close` waits for frames already sent; the last events of a stopping engine matter."""
 
