@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from rose.bench.charts import decode_points, draw
+from rose.bench.charts import decode_lines, decode_points, draw
 from rose.bench.cost import line_cost, usd_per_million
 from rose.bench.report import markdown, mixed_models, num_short, summary, verdict
 from rose.bench.results import read
@@ -43,6 +43,21 @@ def test_the_newest_line_of_a_cell_counts_not_the_best(tmp_path):
     assert _read(tmp_path, newer, LINE).cells[CELL]["median"] == 0.2
     same_date = {**LINE, "median": 0.3}
     assert _read(tmp_path, LINE, same_date).cells[CELL]["median"] == 0.3
+
+
+def test_made_up_kv_takes_no_cell_of_the_score_table(tmp_path):
+    measured = {**LINE, "bench": "decode", "batch": 8, "context": 8192, "median": 5.0}
+    made_up = {
+        **measured,
+        "bench": "decode_filled",
+        "median": 4.0,
+        "date": "2026-11-30T11:00:00+00:00",
+    }
+    results = _read(tmp_path, measured, made_up, {**made_up, "context": 1024, "median": 3.0})
+    assert results.cells[("decode", "20b", 1, 1, 1, 8, 8192)]["median"] == 5.0
+    assert decode_lines(results, "20b") == {1024: [(8, 3.0)], 8192: [(8, 5.0)]}
+    text = markdown(results, TARGETS)
+    assert "| decode 8 x 1024 (KV made up) | 3 ms |" in text
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 from rose.kernels import sanitize
 from rose.kernels.__main__ import main
+from rose.kernels.build import DEFINES
 from rose.kernels.check import check_all
 from rose.kernels.registry import load
 from rose.utils.device import CPU
@@ -29,11 +30,23 @@ def test_sanitize_runs_small_cases_uncached_and_returns_the_verdict(
     words = (tmp_path / "asked").read_text().split()
     assert words[0] == "1"
     assert words[1:5] == ["--tool", "memcheck", "--error-exitcode", "3"]
-    asked = " ".join(words[words.index("check") :])
-    assert asked.startswith("check --device cuda --small --toolchain cuda attention_prefill")
-    assert asked.endswith("--only cuda --few 3")
+    asked = words[words.index("check") :]
+    assert asked[:2] == ["check", "attention_prefill"]
+    parsed = " ".join(asked[2:])
+    assert parsed.startswith("--device cuda --small --toolchain cuda")
+    assert parsed.endswith("--only cuda --few 3")
     assert main(["sanitize", "--tool", "racecheck"]) == 3
     assert (tmp_path / "asked").read_text().split()[1:3] == ["--tool", "racecheck"]
+
+
+def test_what_is_sanitized_is_a_command_that_check_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sanitize, "find_sanitizer", lambda: "compute-sanitizer")
+    command, environment = sanitize.sanitizer_command(
+        ["quantize_activation"], ["--few", "1"], toolchain="torch", tool="racecheck"
+    )
+    assert environment[DEFINES] == "ROSE_RACECHECK"
+    here = ["cpu" if word == "cuda" else word for word in command[command.index("check") :]]
+    assert main(here) == 0
 
 
 def test_absent_sanitizer_is_an_error_with_what_to_do(

@@ -52,6 +52,8 @@ def draw(
     ]
 
 
+COMPARED_CONTEXT = 8192
+"""Of floor and peer."""
 Point = tuple[float, float, int]
 """Tokens/s per user, dollars per million output tokens, batch."""
 
@@ -65,11 +67,11 @@ def decode_points(lines: Sequence[tuple[int, float]], price: float) -> list[Poin
 
 
 def decode_lines(results: Results, model: str) -> dict[int, list[tuple[int, float]]]:
-    """Return (batch, milliseconds) of one GPU's decode lines that count, by context."""
-    found: dict[int, list[tuple[int, float]]] = {}
-    for line in _of(results, "decode", model):
-        found.setdefault(line["context"], []).append((line["batch"], line["median"]))
-    return dict(sorted(found.items()))
+    """Return (batch, milliseconds) of one GPU's decode lines by context; made-up KV only where nothing else is."""
+    found: dict[int, dict[int, float]] = {}
+    for line in _of(results, "decode_filled", model) + _of(results, "decode", model):
+        found.setdefault(line["context"], {})[line["batch"]] = line["median"]
+    return {context: list(found[context].items()) for context in sorted(found)}
 
 
 def _of(results: Results, bench: str, model: str) -> list[Line]:
@@ -103,18 +105,17 @@ def _cost_chart(results: Results, targets: Targets, path: Path, price: float) ->
             cells = [c for c in targets.cells.values() if (c.bench, c.model) == ("decode", model)]
             pairs = [(c.numbers["batch"], getattr(c, name)) for c in cells]
             _plot_points(axis, decode_points([p for p in pairs if p[1]], price), style)
-        shades = (1.0, 0.55, 0.35, 0.25)
-        for (context, lines), alpha in zip(
-            decode_lines(results, model).items(), shades, strict=False
-        ):
+        shades = iter((0.55, 0.4, 0.3, 0.2))
+        for context, lines in decode_lines(results, model).items():
+            is_compared = context == COMPARED_CONTEXT
             style = {
                 "color": OURS,
-                "alpha": alpha,
+                "alpha": 1.0 if is_compared else next(shades, 0.2),
                 "marker": "o",
                 "label": f"rose, context {context}",
             }
             # One curve's labels are enough: the others have the same batches, and would overlap.
-            _plot_points(axis, decode_points(lines, price), style, has_labels=alpha == 1.0)
+            _plot_points(axis, decode_points(lines, price), style, has_labels=is_compared)
         axis.set_yscale("log")
         axis.set_xlim(left=0)
         axis.set_xlabel("tokens/s per user")

@@ -23,7 +23,7 @@ def line_cost(line: dict[str, Any], *, price: float = PRICE) -> tuple[str, float
     if bench == "prefill":
         cost = usd_per_million(seconds=line["median"], tokens=line["tokens"], **common)
         return "input", cost
-    if bench == "decode":
+    if bench in ("decode", "decode_filled"):
         cost = usd_per_million(seconds=line["median"] / 1e3, tokens=line["batch"], **common)
         return "output", cost
     if bench == "load":

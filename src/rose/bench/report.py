@@ -161,7 +161,7 @@ def _cost_table(lines: Iterable[Line], price: float) -> str:
             [
                 line["model"],
                 line_words(line),
-                f"{_figure(line['median'])} {'ms' if line['bench'] == 'decode' else 's'}",
+                f"{_figure(line['median'])} {'ms' if line['bench'].startswith('decode') else 's'}",
                 f"{made[1]:.3f} per M {made[0]} tokens" if made else "-",
                 _figure(line.get("distinct_experts")),
                 f"`{line.get('config', '-')}`",
@@ -304,7 +304,8 @@ def line_words(line: Line) -> str:
         return "start, kernels cached" if line["cached"] else "start, nothing cached"
     numbers = " x ".join(str(line.get(f)) for f in FIELDS[line["bench"]])
     ranks = [f"{k}{line[k]}" for k in ("tp", "ep", "dp") if line.get(k, 1) != 1]
-    return " ".join([line["bench"], numbers, *ranks])
+    made_up = ["(KV made up)"] if line["bench"] == "decode_filled" else []
+    return " ".join([line["bench"].removesuffix("_filled"), numbers, *ranks, *made_up])
 
 
 def table(heads: list[str], rows: list[list[str]]) -> str:

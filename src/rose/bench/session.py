@@ -37,6 +37,7 @@ UNITS = {
     "prefill": "s",
     "start": "s",
     "decode": "ms",
+    "decode_filled": "ms",
     "load": "ms",
     "mixed": "ms",
     "prefill_many": "s",
@@ -162,8 +163,9 @@ class Session:
                 self.engine, self.prompts, batch, context, steps=PROFILED_STEPS, trace=trace
             )
         experts = self.distinct_experts(batch)
+        # Made-up KV is no cell of the score table: a line of its own kind cannot take the place of one.
         self.record(
-            "decode",
+            "decode_filled" if is_cached and self.is_filled else "decode",
             samples,
             batch=batch,
             context=context,
@@ -203,6 +205,7 @@ def cell_name(line: dict[str, Any]) -> str:
         "prefill": "prefill {tokens}",
         "prefill_many": "prefill {prompts} prompts of {tokens}",
         "decode": "decode {batch} x {context}",
+        "decode_filled": "decode {batch} x {context}, KV made up",
         "load": "load {input_tokens}/{output_tokens}, {in_flight} in flight, per token",
         "mixed": "mixed {batch} x {context} with a prompt of {prompt_tokens}, token gap",
         "start": "start, cached {cached}",

@@ -8,7 +8,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-FIELDS = {"prefill": ("tokens",), "decode": ("batch", "context"), "start": ("cached",)}
+FIELDS = {
+    "prefill": ("tokens",),
+    "decode": ("batch", "context"),
+    "decode_filled": ("batch", "context"),
+    "start": ("cached",),
+}
 """What tells the cells of a bench apart, beside the model and its parallelism."""
 
 Key = tuple[Any, ...]

@@ -124,12 +124,15 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _sanitize(arguments: argparse.Namespace) -> int:
-    checked = [*arguments.operations, "--seed", str(arguments.seed)]
+    checked = ["--seed", str(arguments.seed)]
     for name in ("only", "case", "few"):
         value = getattr(arguments, name)
         checked += [] if value is None else [f"--{name}", str(value)]
     command, environment = sanitizer_command(
-        checked, toolchain=arguments.toolchain or "cuda", tool=arguments.tool
+        arguments.operations,
+        checked,
+        toolchain=arguments.toolchain or "cuda",
+        tool=arguments.tool,
     )
     return subprocess.run(command, env={**os.environ, **environment}, check=False).returncode
 

@@ -222,9 +222,11 @@ def check_case(
 
 
 def _spread(cases: list[Case], most: int) -> list[Case]:
-    """Keep at most so many cases, the first and the last among them."""
+    """Keep at most so many cases, the first among them, and the last where there are two."""
     if len(cases) <= most:
         return cases
+    if most < 2:
+        return cases[:most]
     return [cases[i * (len(cases) - 1) // (most - 1)] for i in range(most)]
 
 

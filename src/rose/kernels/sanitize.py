@@ -29,13 +29,16 @@ def find_sanitizer() -> str:
 
 
 def sanitizer_command(
-    checked: Sequence[str], *, toolchain: str, tool: str = "memcheck"
+    operations: Sequence[str], checked: Sequence[str], *, toolchain: str, tool: str = "memcheck"
 ) -> tuple[list[str], dict[str, str]]:
     """Return the command that checks small cases under one of `TOOLS`, and what its environment adds.
 
-    `checked`: more arguments of `check`. The command fails where a result is wrong or the tool reports anything.
+    `operations`: all if none; `checked`: more options of `check`. The command fails where a result is wrong or the
+    tool reports anything.
     """
-    check = ["-m", "rose.kernels", "check", "--device", "cuda", "--small", "--toolchain", toolchain]
+    # Names stand behind the verb: argparse takes no more of them once an option came between.
+    check = ["-m", "rose.kernels", "check", *operations, "--device", "cuda", "--small"]
+    check += ["--toolchain", toolchain]
     command = [find_sanitizer(), "--tool", tool, "--error-exitcode", "3", sys.executable]
     # Torch's allocator hands out parts of large blocks: what leaves a tensor would stay inside one.
     environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
