@@ -32,6 +32,7 @@ from rose.kernels.attention_prefill import cases, cuda_impl  # noqa: E402
 from rose.kernels.attention_prefill.reference import attend  # noqa: E402
 from rose.kernels.build import CudaLibrary  # noqa: E402
 from rose.kernels.cases import compare, poison  # noqa: E402
+from rose.utils.device import num_multiprocessors  # noqa: E402
 
 H, G, D = 64, 8, 64
 RAGGED = [(1, 1), (63, 63), (64, 69), (65, 193), (200, 1200), (513, 813), (1, 700), (192, 192)]
@@ -301,7 +302,7 @@ def product_rates():
     rates = CudaLibrary(Path(__file__).with_name("product_rates.cu"))
     launch = rates.launcher("launch_product_rates", "iiippip")
     out = torch.zeros(2, dtype=torch.int32, device="cuda")
-    blocks = cuda_impl.num_multiprocessors(0)
+    blocks = num_multiprocessors(0)
     for name, (work, _) in PRODUCTS.items():
         found = {}
         for products, exponentials in ((1, 0), (2, 0), (3, 0), (1, 1), (1, 2), (2, 1)):

@@ -212,7 +212,7 @@ class FrontendEndpoint:
         self._plain_context = plain
         asynchronous = zmq.asyncio.Context.shadow(plain)
         self._socket: zmq.asyncio.Socket = _new_socket(asynchronous, zmq.DEALER)
-        self._waiting = zmq.Socket.shadow(self._socket)
+        self._plain_socket = zmq.Socket.shadow(self._socket)
         """The same socket, for what is there already: a tenth of the time of an awaited read."""
         self._error: ProtocolError | None = None
         """Of a frame that came right after others; those go first."""
@@ -222,7 +222,7 @@ class FrontendEndpoint:
         except zmq.ZMQError as error:
             self.close()
             raise _address_error("connect to", address, error) from error
-        self._waiting.send(GREETING, zmq.NOBLOCK)
+        self._plain_socket.send(GREETING, zmq.NOBLOCK)
 
     async def send(self, message: ToEngine) -> None:
         """Queue one message; it is delivered when the engine is there."""
@@ -252,8 +252,8 @@ class FrontendEndpoint:
 
     def _next(self) -> bytes | None:
         """Return the next frame if it is there."""
-        is_there = self._waiting.get(zmq.EVENTS) & zmq.POLLIN  # type: ignore[operator]
-        return self._waiting.recv(zmq.NOBLOCK) if is_there else None
+        is_there = self._plain_socket.get(zmq.EVENTS) & zmq.POLLIN  # type: ignore[operator]
+        return self._plain_socket.recv(zmq.NOBLOCK) if is_there else None
 
     def close(self) -> None:
         """Deliver what was sent (half a second at most) and close; a waiting `receive` is cancelled."""

@@ -1,9 +1,10 @@
-"""Facts about the device that decide which kernels may run and what memory there is; torch only inside `detect`."""
+"""Facts about the device that decide which kernels may run and what memory there is; torch only inside functions."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from rose.utils.errors import ConfigError
@@ -102,3 +103,11 @@ def detect(device: str = "auto") -> DeviceFacts:
         memory_bytes=properties.total_memory,
         **rates,
     )
+
+
+@cache
+def num_multiprocessors(device_index: int) -> int:
+    """Return how many blocks fill a CUDA device, at one each."""
+    import torch
+
+    return torch.cuda.get_device_properties(device_index).multi_processor_count

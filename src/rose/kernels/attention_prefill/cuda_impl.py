@@ -1,13 +1,12 @@
 """Prefill attention in CUDA C++ for Hopper: warp-specialised, TMA and WGMMA (kernel_sm90.cu).
 
-One kernel with compile-time variants; which of them serves full and which
-serves windowed layers was decided by benchmarks/attention_variants.py.
+Two kernels are bound: full layers and wide windows have one (full.cuh), narrow windows the other. Both were chosen by
+benchmarks/attention_variants.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
 from struct import Struct
 
@@ -16,8 +15,9 @@ from torch import Tensor
 
 from rose.kernels.build import CudaLibrary
 from rose.kernels.registry import Band, Implementation, Sizes, register
+from rose.utils.device import num_multiprocessors
 
-VARIANTS = {38: "128 keys, turns", 40: "window at once"}
+VARIANTS = {38: "pieces of 64 rows, 128 keys, turns", 40: "window at once"}
 """What the numbers given to `launch_attention_prefill` mean: kFullVariant and kWindowVariant in kernel_sm90.cu. Numbers
 of docs/performance.md that are not here are gone."""
 
@@ -54,12 +54,6 @@ def bound_variant(window_tokens: int | None) -> int:
     """Return the variant that serves layers with this window."""
     is_narrow = window_tokens is not None and window_tokens <= MAX_WINDOW
     return WINDOW_VARIANT if is_narrow else FULL_VARIANT
-
-
-@cache
-def num_multiprocessors(device_index: int) -> int:
-    """Return how many blocks fill a device, at one each."""
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
 def pack_call(

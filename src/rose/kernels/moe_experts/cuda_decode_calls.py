@@ -18,6 +18,7 @@ from rose.kernels import dependent
 from rose.kernels.build import CudaLibrary
 from rose.kernels.formats import FP8_BLOCK
 from rose.kernels.weights import ExpertWeights
+from rose.utils.device import num_multiprocessors
 from rose.utils.math import ceil_div
 
 SM_BYTES = 228 * 1024
@@ -126,12 +127,6 @@ def _combine_kernel() -> Any:
     from rose.kernels.moe_experts.triton_decode_device import combine_kernel
 
     return combine_kernel
-
-
-@cache
-def num_multiprocessors(device_index: int) -> int:
-    """Return the number of multiprocessors of a device."""
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
 def _stream(tensor: Tensor) -> int:
