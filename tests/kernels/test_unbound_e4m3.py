@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from fakes import decode_experts
+from rose.kernels import build
 from rose.kernels.moe_experts import cases
 from rose.kernels.moe_experts.cuda_decode_calls import Launch
 
@@ -65,3 +67,12 @@ def test_the_kernel_gives_the_reference(tokens, shape):
 def test_the_ring_goes_round_within_a_tile_and_across_tiles():
     sizes = {"D": 704, "I": 1152, "E": 2, "K": 1}
     decode_experts.check(e4m3.EXPERTS, cases._case("drawn", 1, sizes), EIGHT)
+
+
+@pytest.mark.skipif(build.find_nvcc() is None, reason="nvcc is not installed")
+def test_kernels_compile_without_spills_and_products_are_not_serialised():
+    log = e4m3.LIBRARY.build().log
+    assert log.count("Compiling entry function") == 2 * len(e4m3.SHAPES)
+    assert set(re.findall(r"(\d+) bytes spill", log)) == {"0"}
+    assert "warning" not in log
+    assert "serialized" not in log
