@@ -126,7 +126,8 @@ def test_load_mixed_and_kernel_lines_have_tables(tmp_path):
         "token_ms_p99": 7.5,
     }
     load = {**LINE, "bench": "load", "input_tokens": 1024, "output_tokens": 512, "in_flight": 8,
-            "output_tokens_per_s": 2000.0, **times}  # fmt: skip
+            "output_tokens_per_s": 2000.0, "timed": "whole requests", **times}  # fmt: skip
+    cut = {**load, "output_tokens_per_s": 9.0, "timed": "what was seen, 20 s at most"}
     mixed = {**LINE, "bench": "mixed", "batch": 32, "context": 1024, "prompt_tokens": 32768,
              "quiet_ms": 6.0, "p99": 123.4, "prompt_ms": 1500.0}  # fmt: skip
     kernel = {"bench": "kernel", "operation": "gemm", "case": "qkv_1", "implementation": "torch",
@@ -144,9 +145,12 @@ def test_load_mixed_and_kernel_lines_have_tables(tmp_path):
         "tokens": 8192,
         "tokens_per_s": 154880.0,
     }
-    lines = (load, mixed, slower, kernel, many, accuracy, foreign)
+    lines = (load, cut, mixed, slower, kernel, many, accuracy, foreign)
     text = markdown(_read(tmp_path, *lines), TARGETS)
-    assert "| 20b | 1024 / 512 | 8 | 2000 | 50 (90) | 4.00 (7.50) | 0.417 |" in text
+    assert (
+        "| 20b | 1024 / 512 | 8 | 2000 | 50 (90) | 4.00 (7.50) | 0.417 | whole requests |" in text
+    )
+    assert "| 92.593 | what was seen, 20 s at most |" in text, "a line of its own"
     assert "| 20b | 32 x 1024 | 32768 | 6.0 | 0.1 | 123.4 | 1.50 |" in text
     assert "| gemm | qkv_1 | torch | 12.5 | - | 50% | 3 | 2.00 | triton 2.0x |" in text
     assert "| 20b | 2 layers, 4096 tokens | 0.5 | - | 0.3 | 0.25 | 0.1 | 0.50 | 0.25 |" in text

@@ -194,10 +194,11 @@ def _load(results: Results, price: float) -> list[str]:
                 f"{x['first_token_ms']:.0f} ({x['first_token_ms_p99']:.0f})",
                 f"{x['token_ms']:.2f} ({x['token_ms_p99']:.2f})",
                 f"{made[1]:.3f}",
+                x["timed"],
             ]
         )
     heads = ["model", "tokens in / out", "in flight", "output tokens/s", "first token, ms (p99)"]
-    heads += ["per token, ms (p99)", f"USD per M output at {price:g}/h"]
+    heads += ["per token, ms (p99)", f"USD per M output at {price:g}/h", "timed"]
     return ["## Closed loop", table(heads, rows)]
 
 

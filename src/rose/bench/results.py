@@ -14,7 +14,7 @@ from rose.utils.errors import RoseError
 Line = dict[str, Any]
 ORIGIN = ("median", "config", "device", "commit", "date", "command")
 TABLES = {
-    "load": ("model", "device", "input_tokens", "output_tokens", "in_flight"),
+    "load": ("model", "device", "input_tokens", "output_tokens", "in_flight", "timed"),
     "mixed": ("model", "device", "batch", "context", "prompt_tokens"),
     "prefill_many": ("model", "device", "prompts", "tokens"),
     "kernel": ("operation", "case", "implementation", "device"),

@@ -93,9 +93,11 @@ def _load(
         now=session.progress.now if session.progress.is_moving else lambda _text: None,
     )
     first, token = result.first_token_ms, result.token_ms
+    timed = "whole requests" if seconds is None else f"what was seen, {seconds:g} s at most"
     session.record(
         "load",
         token,
+        timed=timed + ", first prompts made up" * session.is_filled,
         input_tokens=input_tokens,
         output_tokens=output_tokens,
         in_flight=in_flight,
