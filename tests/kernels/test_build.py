@@ -102,13 +102,14 @@ def test_key_follows_source_headers_flags_and_architecture(tmp_path: Path) -> No
     assert CudaLibrary(source).key() in keys
 
 
-def test_words_of_the_environment_make_builds_of_their_own(
+def test_words_for_all_make_builds_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tmp_path / "kernel.cu"
     source.write_text("")
     plain = CudaLibrary(source).key()
-    monkeypatch.setenv(build.DEFINES, "ROSE_WATCHDOG ROSE_RACECHECK")
+    monkeypatch.setattr(build, "_defines_of_all", [])
+    build.define_in_all(["ROSE_WATCHDOG", "ROSE_RACECHECK"])
     assert CudaLibrary(source).flags[-2:] == ("-DROSE_WATCHDOG", "-DROSE_RACECHECK")
     assert CudaLibrary(source).key() != plain
 

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rose.kernels import sanitize
+from rose.kernels import build, sanitize
 from rose.kernels.__main__ import main
-from rose.kernels.build import DEFINES
 from rose.kernels.check import check_all
 from rose.kernels.registry import load
 from rose.utils.device import CPU
@@ -41,12 +40,13 @@ def test_sanitize_runs_small_cases_uncached_and_returns_the_verdict(
 
 def test_what_is_sanitized_is_a_command_that_check_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sanitize, "find_sanitizer", lambda: "compute-sanitizer")
-    command, environment = sanitize.sanitizer_command(
+    monkeypatch.setattr(build, "_defines_of_all", [])
+    command, _ = sanitize.sanitizer_command(
         ["quantize_activation"], ["--few", "1"], toolchain="torch", tool="racecheck"
     )
-    assert environment[DEFINES] == "ROSE_RACECHECK"
     here = ["cpu" if word == "cuda" else word for word in command[command.index("check") :]]
     assert main(here) == 0
+    assert build._defines_of_all == ["ROSE_RACECHECK"]
 
 
 def test_absent_sanitizer_is_an_error_with_what_to_do(

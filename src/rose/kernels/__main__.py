@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rose.kernels import registry
 from rose.kernels.bench import bench_all
+from rose.kernels.build import define_in_all
 from rose.kernels.check import cases_module, check_all
 from rose.kernels.sanitize import TOOLS, sanitizer_command
 from rose.utils.device import detect
@@ -51,6 +52,13 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m rose.kerne
         "--tool", default=TOOLS[0], choices=TOOLS, help="sanitize: what to look for"
     )
     parser.add_argument("--small", action="store_true", help="check: leave large cases out")
+    parser.add_argument(
+        "--define",
+        action="append",
+        default=[],
+        metavar="WORD",
+        help="check: build the CUDA libraries with it (ROSE_WATCHDOG: a wait of two seconds traps)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="check: seed of the random inputs")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="check, bench: append JSON lines to FILE"
@@ -95,6 +103,7 @@ def _check(arguments: argparse.Namespace) -> int:
     if arguments.interpret:
         # Before any kernel file is imported: triton.jit decides there what it returns.
         os.environ["TRITON_INTERPRET"] = "1"
+    define_in_all(arguments.define)  # before the libraries are made, likewise
     for outcome in check_all(
         detect("cpu" if arguments.interpret else arguments.device),
         operations=arguments.operations,

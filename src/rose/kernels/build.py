@@ -11,7 +11,6 @@ import ctypes
 import fcntl
 import hashlib
 import importlib.util
-import os
 import shutil
 import subprocess
 import tempfile
@@ -34,12 +33,11 @@ FLAGS = (
 )
 """No unique symbols: with them the statics of a template are one for all libraries of a process, so that a second
 build of a source would believe that its kernels' attributes had been set."""
-DEFINES = "ROSE_KERNEL_DEFINES"
-"""Environment: words that every library is built with, such as ROSE_WATCHDOG; part of the key, so that nothing built
-otherwise is taken."""
 REPORT_FLAGS = ("-Xptxas", "-v")
 SM90A = "90a"
 """Hopper with WGMMA and setmaxnreg; plain "90" rejects both."""
+
+_defines_of_all: list[str] = []
 
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "q": ctypes.c_int64, "f": ctypes.c_float}
 
@@ -71,6 +69,14 @@ def default_cache() -> Path:
     return Path.home() / ".cache" / "rose" / "kernels"
 
 
+def define_in_all(words: Sequence[str]) -> None:
+    """Build every library made from now on with these words, such as ROSE_WATCHDOG: for a process that only checks.
+
+    They are part of a library's key, so that nothing built otherwise is taken.
+    """
+    _defines_of_all[:] = words
+
+
 class CudaLibrary:
     """One `.cu` file, compiled on first use and then found by the hash of all that went into it.
 
@@ -91,7 +97,7 @@ class CudaLibrary:
         self.flags = (
             f"-gencode=arch=compute_{arch},code=sm_{arch}",
             *FLAGS,
-            *(f"-D{d}" for d in (*defines, *os.environ.get(DEFINES, "").split())),
+            *(f"-D{d}" for d in (*defines, *_defines_of_all)),
         )
         self.cache = cache or default_cache()
         self._loaded: ctypes.CDLL | None = None

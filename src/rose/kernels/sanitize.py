@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rose.kernels.build import DEFINES
 from rose.utils.errors import RoseError
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -43,5 +42,5 @@ def sanitizer_command(
     # Torch's allocator hands out parts of large blocks: what leaves a tensor would stay inside one.
     environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     if tool == "racecheck":
-        environment[DEFINES] = "ROSE_RACECHECK"  # cuda_common/mbarrier.cuh says why
+        check += ["--define", "ROSE_RACECHECK"]  # cuda_common/mbarrier.cuh says why
     return [*command, *check, *checked], environment
