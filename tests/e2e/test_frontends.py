@@ -201,8 +201,11 @@ def test_open_streams_of_all_processes_are_told_when_the_engine_dies(tmp_path):
             # What came before is whole, and in its order.
             texts = [json.loads(p.removeprefix("data: "))["choices"][0]["delta"] for p in pieces]
             assert "".join(t.get("content", "") for t in texts) == " word" * (len(texts) - 1)
-        _wait_for(lambda: _ask(server, body={**CHAT, "max_tokens": 3})[0] == 200)
-        assert [_ask(server, body={**CHAT, "max_tokens": 3})[0] for _ in range(12)] == [200] * 12
+
+        def all_answer():  # each process finds the next engine in its own time
+            return all(_ask(server, body={**CHAT, "max_tokens": 3})[0] == 200 for _ in range(12))
+
+        _wait_for(all_answer)
         _wait_for(lambda: sum(_open_requests(server)) == 0)
     finally:
         server.stop()
