@@ -10,6 +10,7 @@ import re
 import signal
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -49,7 +50,8 @@ def _children(server):
     pids = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text()
     found = {}
     for pid in map(int, pids.split()):
-        found[pid] = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        with suppress(FileNotFoundError, ProcessLookupError):  # ended since
+            found[pid] = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     return found
 
 
