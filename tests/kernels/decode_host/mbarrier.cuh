@@ -1,7 +1,7 @@
 // Barriers of sm_90 on a CPU, addressed by their offset in the block's shared memory.
 #pragma once
 
-#include <chrono>
+#include <condition_variable>
 #include <map>
 
 #include "launch.cuh"
@@ -17,13 +17,16 @@ struct Barrier {
   int64_t pending_bytes = 0;
 };
 inline std::mutex barrier_mutex;
+inline std::condition_variable phase_ended;
 inline std::map<uint32_t, Barrier> barriers;
 
 inline uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(static_cast<const uint8_t*>(p) - moe_decode::shared);
 }
 inline void settle(Barrier& b) {
-  if (b.arrived == b.wanted && b.pending_bytes == 0) b.arrived = 0, ++b.phase;
+  if (b.arrived != b.wanted || b.pending_bytes != 0) return;
+  b.arrived = 0, ++b.phase;
+  phase_ended.notify_all();
 }
 inline void mbarrier_init(uint32_t address, uint32_t arrivals) {
   if (address % 8) std::abort();
@@ -48,13 +51,8 @@ inline void mbarrier_arrive_expect(uint32_t address, uint32_t bytes) {
   b.pending_bytes += bytes;
 }
 inline void mbarrier_wait(uint32_t address, uint32_t parity) {
-  for (;;) {
-    {
-      std::lock_guard lock(barrier_mutex);
-      if ((barriers.at(address).phase & 1) != static_cast<int>(parity)) return;
-    }
-    std::this_thread::sleep_for(std::chrono::microseconds(50));  // hundreds of threads wait here
-  }
+  std::unique_lock lock(barrier_mutex);
+  phase_ended.wait(lock, [&] { return (barriers.at(address).phase & 1) != static_cast<int>(parity); });
 }
 inline void named_sync(uint32_t id, uint32_t threads) { block->named_barrier(id, threads).arrive_and_wait(); }
 inline void named_arrive(uint32_t id, uint32_t threads) { (void)block->named_barrier(id, threads).arrive(); }
