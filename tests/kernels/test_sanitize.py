@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rose.cli import main as cli
 from rose.kernels import build, sanitize
 from rose.kernels.__main__ import main
 from rose.kernels.check import check_all
@@ -29,11 +30,9 @@ def test_sanitize_runs_small_cases_uncached_and_returns_the_verdict(
     words = (tmp_path / "asked").read_text().split()
     assert words[0] == "1"
     assert words[1:5] == ["--tool", "memcheck", "--error-exitcode", "3"]
-    asked = words[words.index("check") :]
-    assert asked[:2] == ["check", "attention_prefill"]
-    parsed = " ".join(asked[2:])
-    assert parsed.startswith("--device cuda --small --toolchain cuda")
-    assert parsed.endswith("--only cuda --few 3")
+    asked = " ".join(words[words.index("check") :])
+    assert asked.startswith("check --device cuda --small --toolchain cuda attention_prefill")
+    assert asked.endswith("--only cuda --few 3")
     assert main(["sanitize", "--tool", "racecheck"]) == 3
     assert (tmp_path / "asked").read_text().split()[1:3] == ["--tool", "racecheck"]
 
@@ -42,11 +41,19 @@ def test_what_is_sanitized_is_a_command_that_check_takes(monkeypatch: pytest.Mon
     monkeypatch.setattr(sanitize, "find_sanitizer", lambda: "compute-sanitizer")
     monkeypatch.setattr(build, "_defines_of_all", [])
     command, _ = sanitize.sanitizer_command(
-        ["quantize_activation"], ["--few", "1"], toolchain="torch", tool="racecheck"
+        ["quantize_activation", "--few", "1"], toolchain="torch", tool="racecheck"
     )
     here = ["cpu" if word == "cuda" else word for word in command[command.index("check") :]]
     assert main(here) == 0
     assert build._defines_of_all == ["ROSE_RACECHECK"]
+
+
+def test_operations_may_stand_behind_options(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--device", "cpu", "--few", "1", "rms_norm", "--small", "quantize_activation"]
+    assert cli.run(["kernels", "check", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    checked = {line.split()[1].split("/")[0] for line in lines if line.startswith("ok")}
+    assert checked == {"rms_norm", "quantize_activation"}
 
 
 def test_absent_sanitizer_is_an_error_with_what_to_do(

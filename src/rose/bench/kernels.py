@@ -65,7 +65,7 @@ def main() -> int:
     parser.add_argument("--commit")
     command = shlex.join(["python", "-m", "rose.bench.kernels", *sys.argv[1:]])
     try:
-        is_right = run_kernels(**vars(parser.parse_args()), say=_say, command=command)
+        is_right = run_kernels(**vars(parser.parse_intermixed_args()), say=_say, command=command)
     except RoseError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2

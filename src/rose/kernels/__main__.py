@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m rose.kerne
         help="check: run Triton kernels on CPU tensors in Triton's interpreter",
     )
     parser.add_argument(
-        "--few", type=int, metavar="N", help="check: at most N cases of each implementation"
+        "--few", type=_count, metavar="N", help="check: at most N cases of each implementation"
     )
     parser.add_argument(
         "--toolchain",
@@ -64,7 +64,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m rose.kerne
         "--json", type=Path, metavar="FILE", help="check, bench: append JSON lines to FILE"
     )
     parser.add_argument("--cache", type=Path, metavar="DIR", help="aot: where results are kept")
-    arguments = parser.parse_args(argv)
+    # Intermixed: names of operations may stand behind options too; plain parsing takes no more of them there.
+    arguments = parser.parse_intermixed_args(argv)
     try:
         return globals()[f"_{arguments.verb}"](arguments)
     except RoseError as error:
@@ -133,15 +134,12 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _sanitize(arguments: argparse.Namespace) -> int:
-    checked = ["--seed", str(arguments.seed)]
+    checked = [*arguments.operations, "--seed", str(arguments.seed)]
     for name in ("only", "case", "few"):
         value = getattr(arguments, name)
         checked += [] if value is None else [f"--{name}", str(value)]
     command, environment = sanitizer_command(
-        arguments.operations,
-        checked,
-        toolchain=arguments.toolchain or "cuda",
-        tool=arguments.tool,
+        checked, toolchain=arguments.toolchain or "cuda", tool=arguments.tool
     )
     return subprocess.run(command, env={**os.environ, **environment}, check=False).returncode
 
@@ -187,6 +185,12 @@ def _aot(arguments: argparse.Namespace) -> int:
         _say(f"problem: {text}")
     _say(f"{len(wrong)} problems")
     return 1 if wrong else 0
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
 
 
 def _say(text: str) -> None:

@@ -28,16 +28,13 @@ def find_sanitizer() -> str:
 
 
 def sanitizer_command(
-    operations: Sequence[str], checked: Sequence[str], *, toolchain: str, tool: str = "memcheck"
+    checked: Sequence[str], *, toolchain: str, tool: str = "memcheck"
 ) -> tuple[list[str], dict[str, str]]:
     """Return the command that checks small cases under one of `TOOLS`, and what its environment adds.
 
-    `operations`: all if none; `checked`: more options of `check`. The command fails where a result is wrong or the
-    tool reports anything.
+    `checked`: more arguments of `check`. The command fails where a result is wrong or the tool reports anything.
     """
-    # Names stand behind the verb: argparse takes no more of them once an option came between.
-    check = ["-m", "rose.kernels", "check", *operations, "--device", "cuda", "--small"]
-    check += ["--toolchain", toolchain]
+    check = ["-m", "rose.kernels", "check", "--device", "cuda", "--small", "--toolchain", toolchain]
     command = [find_sanitizer(), "--tool", tool, "--error-exitcode", "3", sys.executable]
     # Torch's allocator hands out parts of large blocks: what leaves a tensor would stay inside one.
     environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
