@@ -136,6 +136,29 @@ def test_a_crash_is_one_failed_outcome(monkeypatch):
     assert [o.case for o in few] == ["decode_1", "odd_width"]
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["check", "--only", "tritn"], "implementation 'tritn' is in none of rms_norm; known: "),
+        (["check", "--only", "reference"], "implementation 'reference' is in none of rms_norm"),
+        (["check", "--case", "decode1"], "like it: decode_1"),
+        (["bench", "--only", "tritn"], "implementation 'tritn' is in none of rms_norm"),
+        (["bench", "--case", "decode1"], "like it: decode_1"),
+    ],
+)
+def test_names_of_nothing_are_refused_not_passed_over(words, said, capsys):
+    assert kernels_main([*words, "--device", "cpu", "rms_norm"]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("few", ["0", "-1", "x"])
+def test_a_check_of_no_cases_is_refused(few, capsys):
+    with pytest.raises(SystemExit) as end:
+        kernels_main(["check", "--device", "cpu", "--few", few, "rms_norm"])
+    assert end.value.code == 2
+    assert f"--few: {few!r} is no whole number of at least 1" in capsys.readouterr().err
+
+
 def route_case(**sizes):
     return next(c for c in cases_module("moe_route").CASES if c.name == "ties")
 

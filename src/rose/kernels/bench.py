@@ -11,7 +11,14 @@ import torch
 
 from rose.kernels import registry
 from rose.kernels.cases import Case
-from rose.kernels.check import Draw, cases_module, check_case, clone, is_runnable
+from rose.kernels.check import (
+    Draw,
+    cases_module,
+    check_case,
+    clone,
+    is_runnable,
+    require_names,
+)
 from rose.kernels.registry import Implementation, Operation
 from rose.utils.device import DeviceFacts
 
@@ -142,8 +149,13 @@ def bench_all(
     only: str | None = None,
     case_name: str | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Check, then time, every implementation over its timed cases; one JSON-ready line each."""
-    for name in operations or registry.operation_names():
+    """Check, then time, every implementation over its timed cases; one JSON-ready line each.
+
+    Raises  ContractError for a name that is not known
+    """
+    names = operations or registry.operation_names()
+    require_names(names, implementation=only, case=case_name)
+    for name in names:
         operation = registry.load(name)
         for case in cases_module(name).CASES:
             if not case.timed or case_name not in (None, case.name):

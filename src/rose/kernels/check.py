@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,7 @@ from rose.kernels import registry
 from rose.kernels.cases import Case, Tolerance, compare, poison
 from rose.kernels.registry import Implementation, Operation, Regime
 from rose.utils.device import DeviceFacts
+from rose.utils.errors import ContractError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,33 @@ class Outcome:
 def cases_module(name: str) -> ModuleType:
     """Return `cases.py` of a kernel folder."""
     return importlib.import_module(f"rose.kernels.{name}.cases")
+
+
+def require_names(
+    operations: Sequence[str], *, implementation: str | None, case: str | None
+) -> None:
+    """Refuse an implementation or a case that none of the operations has: nothing would be run, and nothing fail.
+
+    Raises  ContractError with the known names, and the files that were left out
+    """
+    problems = []
+    known = {i.name for name in operations for i in registry.implementations(name)} - {"reference"}
+    if implementation is not None and implementation not in known:
+        left_out = sorted({file for name in operations for file, _ in registry.left_out(name)})
+        absent = f"; left out: {', '.join(left_out)}" if left_out else ""
+        problems.append(
+            f"implementation {implementation!r} is in none of {', '.join(operations)}; "
+            f"known: {', '.join(sorted(known))}{absent}"
+        )
+    cases = {c.name for name in operations for c in cases_module(name).CASES}
+    if case is not None and case not in cases:
+        near = difflib.get_close_matches(case, cases, n=5)
+        like = f"; like it: {', '.join(near)}" if near else ""
+        problems.append(
+            f"case {case!r} is in none of {', '.join(operations)}, which have {len(cases)} cases{like}"
+        )
+    if problems:
+        raise ContractError("\n".join(problems))
 
 
 def clone(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -246,8 +275,12 @@ def check_all(
 
     `few`: at most so many of the cases that an implementation can take, spread over all of them.
     `toolchain`: only implementations written with it; `is_small`: only cases that a CPU could run too.
+
+    Raises  ContractError for a name that is not known
     """
-    for name in operations or registry.operation_names():
+    names = operations or registry.operation_names()
+    require_names(names, implementation=only, case=case_name)
+    for name in names:
         operation = registry.load(name)
         tried = [
             i
