@@ -60,7 +60,7 @@ async def engine_process(command: Sequence[str]) -> AsyncIterator[EngineProcess]
         stdin=asyncio.subprocess.DEVNULL,
         # A session of its own: Ctrl-C reaches the frontend alone, which then ends the engine in order.
         start_new_session=True,
-        preexec_fn=end_with_parent if sys.platform == "linux" else None,
+        preexec_fn=end_engine_with_parent if sys.platform == "linux" else None,
     )
     engine = EngineProcess(process)
     try:
@@ -77,6 +77,11 @@ def private_folder() -> Iterator[Path]:
 
 
 def end_with_parent() -> None:
-    """End this process with its parent; runs in the child before exec."""
-    # Runs in the child before exec: a frontend that is killed hard must not leave a GPU occupied.
+    """Have this process end with its parent; runs in the child before exec."""
+    # A frontend that is killed hard must not leave a GPU occupied.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def end_engine_with_parent() -> None:
+    """Do the same for an engine, which tells this signal from SIGTERM: it clears up what a killed parent cannot."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGHUP)

@@ -28,6 +28,8 @@ from rose.utils.threads import fit_threads
 REPORT_SECONDS = 0.5
 FAREWELL_SECONDS = 1.0
 """A start may fail before the frontend has connected; the reason should still reach it."""
+ORPHAN_SECONDS = 5.0
+"""A killed process with gigabytes or many threads ends in parts; longer than any that was seen."""
 
 _logger = get_logger("rose.server.main")  # __name__ is "__main__" where it runs as a process
 
@@ -66,14 +68,20 @@ class Announcer:
 
 
 class StopSignal:
-    """SIGTERM and SIGINT: a flag while serving, an exit while loading, which cannot look at flags."""
+    """Signals to stop: a flag while serving, an exit while loading, which cannot look at flags.
+
+    SIGTERM and SIGINT ask for it; SIGHUP says that the parent that was to be followed is ending.
+    """
 
     def __init__(self, *, stop_with_parent: bool) -> None:
         self._is_set = False
         self._parent = os.getppid() if stop_with_parent else None
+        self._is_parent_ending = False
         self.is_serving = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._receive)
+        if stop_with_parent:
+            signal.signal(signal.SIGHUP, self._receive)
 
     def __call__(self) -> bool:
         """Tell whether to stop."""
@@ -84,8 +92,20 @@ class StopSignal:
         """Whether the process that was to be followed is gone."""
         return self._parent is not None and os.getppid() != self._parent
 
-    def _receive(self, _number: int, _frame: object) -> None:
+    def settle(self) -> bool:
+        """Wait for the end of a parent that is ending; return whether this process is orphaned.
+
+        The kernel signals when the parent's thread that started this process ends. While its other threads do not
+        yet, the parent's number is still the old one.
+        """
+        end = time.monotonic() + ORPHAN_SECONDS
+        while self._is_parent_ending and not self.is_orphaned and time.monotonic() < end:
+            time.sleep(0.01)
+        return self.is_orphaned
+
+    def _receive(self, number: int, _frame: object) -> None:
         self._is_set = True
+        self._is_parent_ending |= number == signal.SIGHUP
         if not self.is_serving:
             raise SystemExit(0)
 
@@ -127,7 +147,7 @@ def run(
         return EngineService(engine, endpoint).serve(stop)
     finally:
         endpoint.close()
-        if stop.is_orphaned:
+        if stop.settle():
             _remove_socket(address)
 
 
