@@ -40,7 +40,7 @@ KEPT = {
 
 def sources(folder: Path, name: str, edits: tuple[tuple[str, str], ...] = ()) -> Path:
     """Put the kernel `prefill_<name>.cuh` and the model side by side; return the file to compile."""
-    for path in MODEL.glob("*.cuh"):
+    for path in (*MODEL.glob("*.cuh"), build.COMMON / "warp.cuh"):
         shutil.copy(path, folder)
     for kept, patterns in KEPT.items():
         text = (FOLDER / kept).read_text()

@@ -51,10 +51,6 @@ struct FullShared {
   }
 };
 
-// What is the same in all lanes of a warp, so that the compiler knows it: control that hangs on it needs no
-// reconvergence, and addresses live in uniform registers.
-__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
-
 // mbarrier_wait for a whole warp whose way out of it is known to be the same: where it lies in a loop that is not the
 // main one, ptxas takes whatever follows for divergent otherwise.
 __device__ __forceinline__ void wait_together(uint32_t barrier, uint32_t parity) {
@@ -118,7 +114,7 @@ __device__ void produce(const Parameters& p, const FullShared& shared, uint8_t* 
     const int first_page = max(0, item.position - p.window + 1) / p.page_tokens;
     const int end_page = (item.length + p.page_tokens - 1) / p.page_tokens;
     const int newest = (item.tile_high + 1) * kBoxes - 1;
-    const int num_boxes = __shfl_sync(~0u, (item.tile_high - item.tile_low + 1) * kBoxes, 0);
+    const int num_boxes = uniform((item.tile_high - item.tile_low + 1) * kBoxes);
     auto find_row = [&](int box) {
       const int token = box * kRows, column = token / p.page_tokens;
       const bool is_held = box >= 0 && column >= first_page && column < end_page;
@@ -137,7 +133,7 @@ __device__ void produce(const Parameters& p, const FullShared& shared, uint8_t* 
       if (lane == 0) mbarrier_arrive_expect(full, 2 * kTileBytes);
 #pragma unroll
       for (int i = 0; i < kBoxes; ++i) {
-        const int row = __shfl_sync(~0u, __shfl_sync(~0u, rows, (box + i) % 32), 0);
+        const int row = uniform(__shfl_sync(~0u, rows, (box + i) % 32));
         const int at = (kBoxes - 1 - i) * kBoxBytes;
         if (lane == 0) {
           tma_load_2d(shared.key(place.stage) + at, map_kv, full, 0, row);
@@ -246,9 +242,6 @@ __device__ __forceinline__ void clear_values(uint32_t values, int first_row, int
   fence_proxy_async();
   named_sync(8 + wg, 128);
 }
-
-// Whether this lane arrives for its warp: mbarrier_arrive_warp, the lane known beforehand.
-__device__ __forceinline__ bool is_arriving() { return kWarpArrivals > 1 || (threadIdx.x & 31) == 0; }
 
 // The ring of tiles as a consumer warp sees it; `tiles` is what it counts by.
 struct Ring {

@@ -13,6 +13,7 @@
 #include "profile.cuh"
 #include "ptx.cuh"
 #include "tma.cuh"
+#include "warp.cuh"
 #include "wgmma.cuh"
 
 #include <atomic>

@@ -158,7 +158,7 @@ __device__ __forceinline__ void window_softmax(float (&s)[kWindowKeys / 2], uint
 __device__ __forceinline__ void consume_window(const Parameters& p, const WindowShared& shared, uint8_t* raw,
                                                const int wg) {
   const bool is_signaller = (threadIdx.x & 31) == 0;
-  const int warp = __shfl_sync(~0u, (threadIdx.x >> 5) & 3, 0);
+  const int warp = uniform((threadIdx.x >> 5) & 3);
   const Tables tables(shared.tables(raw), p.num_sequences);
   const int num_items = tables.tiles_before[p.num_sequences] * p.num_groups;
   const int heads_per_group = p.num_heads / p.num_groups;
@@ -234,6 +234,6 @@ __global__ void __launch_bounds__(WindowShared::kThreads, 1)
     if (threadIdx.x < 32) produce_window(p, shared, raw, &map_q, &map_kv);
   } else {
     registers_grow<160>();
-    consume_window(p, shared, raw, __shfl_sync(~0u, int(threadIdx.x) / 128 - 1, 0));
+    consume_window(p, shared, raw, uniform(int(threadIdx.x) / 128 - 1));
   }
 }

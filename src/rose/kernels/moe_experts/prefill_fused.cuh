@@ -19,6 +19,7 @@
 #include "prefill_permute.cuh"
 #include "prefill_ptx.cuh"
 #include "prefill_tiles.cuh"
+#include "warp.cuh"
 
 namespace rose::moe::fused {
 
@@ -80,13 +81,6 @@ struct Place {
 struct Shared {
   uint32_t base, full, empty, packed_full, packed_empty, places;
 };
-
-// What lane 0 has: tells the compiler that a value is the same in all lanes, so that what depends on it needs no
-// reconvergence and lives in uniform registers.
-__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
-
-// Whether this lane arrives for its warp, as mbarrier_arrive_warp has it.
-__device__ __forceinline__ bool is_arriving() { return kWarpArrivals > 1 || threadIdx.x % 32 == 0; }
 
 __device__ __forceinline__ void store_place(uint32_t at, const Place& place) {
   store_shared(at, {uint32_t(place.expert), uint32_t(place.row), uint32_t(place.rows), uint32_t(place.column)});

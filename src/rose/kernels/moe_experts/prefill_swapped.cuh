@@ -25,12 +25,10 @@
 
 namespace rose::moe::swapped {
 
-using fused::is_arriving;
 using fused::item_of_round;
 using fused::load_place;
 using fused::Place;
 using fused::store_place;
-using fused::uniform;
 
 constexpr int kItemRows = 256;  // of the weights, in a tile
 constexpr int kTokens = 128;
