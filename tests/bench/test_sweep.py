@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rose.bench import sweep
-from rose.bench.fit import refusal
+from rose.bench.fit import CellError, refusal
 from rose.bench.load import closed_loop, mixed
 from rose.bench.profile import KernelTime, text
 from rose.bench.progress import BenchProgress
@@ -20,6 +20,7 @@ from rose.bench.sweep import (
     decode_milliseconds,
     decode_tokens,
     prefill_seconds,
+    submit,
 )
 
 
@@ -124,7 +125,7 @@ def test_a_decode_line_says_how_it_was_timed(session, monkeypatch):
 
 def test_prompts_that_are_not_in_the_cache_are_not_timed_as_if_they_were(session, monkeypatch):
     monkeypatch.setattr(session.engine.table, "is_caching", False)
-    with pytest.raises(RuntimeError, match="found 0 of them in the prefix cache, 192 were to be"):
+    with pytest.raises(CellError, match="found 0 of them in the prefix cache, 192 were to be"):
         cached_decode_milliseconds(session.engine, session.prompts, 2, 200)
 
 
@@ -158,6 +159,36 @@ def test_closed_loop_ends_in_time_and_times_what_it_saw(session):
     assert not engine.has_work
     # The first two found their prompts, all but 8 tokens of each.
     assert (engine.counters.num_prompt_tokens - computed - 2 * 8) % 200 == 0
+
+
+def test_a_request_shorter_than_the_least_seen_is_timed_whole(session):
+    # All of its 4 tokens are seen, so that it has a time per token.
+    result = closed_loop(
+        session.engine, session.prompts, in_flight=2, input_tokens=20, output_tokens=4, requests=10_000,
+        seconds=0.5,
+    )  # fmt: skip
+    assert result.num_requests > 0
+
+
+def test_a_cell_without_a_figure_leaves_the_engine_empty(session):
+    with session.measuring("load"):
+        closed_loop(
+            session.engine, session.prompts, in_flight=2, input_tokens=20, output_tokens=40, requests=1,
+            seconds=1e-9,
+        )  # fmt: skip
+    with session.measuring("prefill"):
+        submit(session.engine, session.prompts.request(20, 4))
+        submit(session.engine, session.prompts.request(200_000, 4))
+    assert not session.engine.has_work
+    assert session.engine.running_ids() == []
+    (first, why), (second, refused) = session.failed
+    assert (first, second) == ("load", "prefill")
+    assert why.startswith("no request of 2 in flight had 16 tokens within ")
+    assert why.endswith("; give it more --seconds")
+    assert refused.startswith("context_length_exceeded: ")
+    assert session.report() == 1
+    session.failed.clear()
+    assert session.report() == 0
 
 
 def test_prompts_never_share_a_beginning():

@@ -23,6 +23,11 @@ def _error(capsys, *arguments: str) -> str:
         (["bench", "load", "--output-tokens", "1"], "x>=2"),
         (["bench", "report"], "FILES"),
         (["bench", "report", "absent.jsonl"], "absent.jsonl is not a file"),
+        (["bench", "load", "--seconds", "nan"], "'nan' is no finite number"),
+        (["bench", "load", "--seconds", "inf"], "'inf' is no finite number"),
+        (["bench", "load", "--seconds", "0"], "x>0"),
+        (["bench", "accuracy", "--most", "-1"], "x>0"),
+        (["bench", "prefill", "--layers", "0"], "x>=1"),
         (["bench", "prefill", "--size", "7b"], "'20b', '120b', 'tiny'"),
         (["cost"], "nothing to price"),
         (["cost", "--seconds", "1"], "--tokens is missing"),
@@ -51,6 +56,26 @@ def test_cost_of_result_files_names_what_was_not_taken(tmp_path, capsys):
     assert "decode 128 x 8192" in told.out
     assert "0.2023 USD per million output tokens" in told.out
     assert "no H200" in told.err
+
+
+TINY = ["--size", "tiny", "--device", "cpu", "--layers", "1", "--kv-tokens", "4096"]
+
+
+def test_cells_that_fail_are_lines_and_the_others_go_on(tmp_path, capsys):
+    path = tmp_path / "r.jsonl"
+    arguments = ["bench", "load", *TINY, "--input-tokens", "20", "--output-tokens", "40"]
+    arguments += ["--in-flight", "1,300,2", "--seconds", "1e-9", "--json", str(path)]
+    assert run(arguments) == 1
+    out = " ".join(capsys.readouterr().out.split())  # words wrap where the terminal ends
+    assert "left out: load 20/40, 300 in flight: " in out
+    for number in (1, 2):
+        assert (
+            f"failed: load 20/40, {number} in flight: no request of {number} in flight had" in out
+        )
+    assert not path.exists()
+    # More prompts than may wait are refused, not waited for.
+    assert run(["bench", "prefill", *TINY, "--tokens", "4", "--prompts", "1025"]) == 1
+    assert "failed: prefill 1025 prompts of 4: queue_full" in capsys.readouterr().out
 
 
 def test_many_prompts_are_measured_from_the_command_line(tmp_path, capsys):

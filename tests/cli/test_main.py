@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import subprocess
 import sys
@@ -10,6 +11,9 @@ import click
 import pytest
 
 from rose.cli import main as cli_main
+from rose.config import cli as config_cli
+from rose.config.engine import EngineConfig
+from rose.frontend.config import FrontendConfig
 from rose.utils.errors import ConfigError
 
 HEAVY = (
@@ -114,6 +118,51 @@ def test_a_missing_module_of_our_own_is_not_hidden(monkeypatch):
     )
     with pytest.raises(ModuleNotFoundError):
         cli_main.run(["fails"])
+
+
+def _numbers(command, words):
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from _numbers(inner, [*words, name])
+    for parameter in command.params:
+        if isinstance(parameter.type, click.types.FloatParamType):
+            yield " ".join(words), parameter
+
+
+def test_no_option_takes_a_number_that_is_none():
+    context = click.Context(cli_main.cli)
+    found = [
+        (place, parameter)
+        for name in cli_main.COMMANDS
+        for place, parameter in _numbers(cli_main.cli.get_command(context, name), [name])
+    ]
+    assert {place for place, _ in found} >= {"bench load", "bench report", "cost", "chat", "serve"}
+    # The trees of serve refuse such numbers themselves, for Python too: the next test.
+    taken = [
+        (place, parameter.opts[0], text)
+        for place, parameter in found
+        for text in ("nan", "inf", "-inf")
+        if not parameter.name.startswith("tree__") and _is_taken(parameter, text, context)
+    ]
+    assert not taken
+
+
+def _is_taken(parameter, text, context):
+    try:
+        parameter.type.convert(text, parameter, context)
+    except click.BadParameter:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("root", [FrontendConfig, EngineConfig])
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_no_tree_takes_a_number_that_is_none(root, number):
+    paths = [option.path for option in config_cli.options(root) if option.kind is float]
+    assert paths
+    for path in paths:
+        given = {path: number} | ({("model",): "x"} if root is EngineConfig else {})
+        with pytest.raises(ConfigError, match=f"{path[-1]}={number}; allowed: "):
+            config_cli.build(root, given)
 
 
 def test_version_is_printed(capsys):

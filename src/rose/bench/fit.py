@@ -1,9 +1,15 @@
-"""Whether a cell of a sweep can run on an engine as it was built; asked before anything is measured."""
+"""Whether a cell of a sweep can run on an engine as it was built, asked before anything is measured; and the error
+of one that could not be measured after all."""
 
 from __future__ import annotations
 
 from rose.engine.engine import LLMEngine
+from rose.utils.errors import RoseError
 from rose.utils.math import ceil_div
+
+
+class CellError(RoseError):
+    """A cell that gave no figure on this engine; the others of a sweep may."""
 
 
 def refusal(engine: LLMEngine, *, sequences: int, tokens: int) -> str | None:

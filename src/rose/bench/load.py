@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rose.bench.sweep import PromptSource, drain, fill_cache
+from rose.bench.fit import CellError
+from rose.bench.sweep import PromptSource, drain, fill_cache, require_no_error, submit
 from rose.engine.engine import LLMEngine
-from rose.protocol.event import ErrorEvent, FinishedEvent, TokensEvent
+from rose.protocol.event import FinishedEvent, TokensEvent
 from rose.protocol.request import Request
 
 
@@ -42,7 +43,8 @@ class Timeline:
 
 
 LEAST_SEEN = 16
-"""Tokens within the measured time from which a request that was not wholly in it has a time per token."""
+"""Tokens within the measured time, or all of a request that has fewer, from which one that was not wholly in it has
+a time per token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,14 +72,14 @@ class Clients:
         if is_filled:
             fill_cache(self.engine, [request])
         self.timelines[request.request_id] = Timeline(begin=time.perf_counter())
-        _require_no_error(self.engine.add(request))
+        submit(self.engine, request)
         return request.request_id
 
     def step(self) -> list[str]:
         """Run one step, note its tokens, and return the ids of requests that ended."""
         events = self.engine.step()
         now = time.perf_counter()
-        _require_no_error(events)
+        require_no_error(events)
         for event in events:
             if isinstance(event, TokensEvent):
                 self.timelines[event.request_id].tokens += [now] * len(event.token_ids)
@@ -101,6 +103,7 @@ def closed_loop(
     Units    output_tokens >= 2; whole: with all their output tokens and wholly inside the measured time;
              seconds: end after so long even so, and time what was seen of each request; is_filled: the prompts of
              the requests that are there at the beginning are not computed (`fill_cache`), those of later ones are
+    Raises   CellError where a request was refused, or the seconds were too few to time any
     """
     clients = Clients(engine, prompts)
     lengths = random.Random(in_flight)
@@ -127,16 +130,16 @@ def closed_loop(
     for request_id in engine.running_ids():
         engine.abort(request_id)
     drain(engine)
-    timed = whole
+    timed, least = whole, min(LEAST_SEEN, output_tokens)
     if seconds is not None:
         timed = [line.between(begin, end) for line in clients.timelines.values()]
-        timed = [line for line in timed if len(line.tokens) >= LEAST_SEEN]
+        timed = [line for line in timed if len(line.tokens) >= least]
     begun = [t for t in clients.timelines.values() if t.begin >= begin and t.tokens]
     first_tokens = [t.first_token_ms for t in (whole if seconds is None else begun)]
     if not timed or not first_tokens:
-        raise RuntimeError(
-            f"no request of {in_flight} in flight began and had {LEAST_SEEN} tokens within {end - begin:.1f} s; "
-            "give the cell more seconds"
+        missing = "began and had a first token" if timed else f"had {least} tokens"
+        raise CellError(
+            f"no request of {in_flight} in flight {missing} within {end - begin:.3g} s; give it more --seconds"
         )
     return LoadResult(
         output_tokens_per_s=tokens / (end - begin),
@@ -184,7 +187,7 @@ def mixed(
         ended = clients.step()
         assert not set(ended) & set(decoding), "a decoding sequence ended before the prompt was in"
     if engine.scheduler.num_preemptions != preemptions:
-        raise RuntimeError("a sequence was preempted; the KV cache is too small for this cell")
+        raise CellError("a sequence was preempted; the KV cache is too small; raise --kv-tokens")
     result = MixedResult(
         # The token before the prompt opens the first gap, which is the one that waits for its first chunk.
         gaps_ms=[g for line, n in zip(lines, before, strict=True) for g in _gaps(line.tokens[n:])],
@@ -205,9 +208,3 @@ def mixed_tokens(engine: LLMEngine, batch: int, context: int, prompt_tokens: int
 
 def _gaps(times: list[float]) -> list[float]:
     return [(b - a) * 1e3 for a, b in itertools.pairwise(times)]
-
-
-def _require_no_error(events: list) -> None:
-    for event in events:
-        if isinstance(event, ErrorEvent):
-            raise RuntimeError(f"{event.code}: {event.message}")

@@ -22,7 +22,7 @@ def run_latency(
     repeats: int,
     decode_repeats: int = CACHED_REPEATS,
     **options: Any,
-) -> None:
+) -> int:
     """Measure prompt lengths, then batch sizes at each context, on one engine."""
     with BenchProgress().running() as progress:
         session = Session(progress, **options)
@@ -32,20 +32,19 @@ def run_latency(
         for context in contexts:
             for batch in batches:
                 session.decode(batch, context, decode_repeats)
-    session.print_table()
+    return session.report()
 
 
-def run_prefill(*, tokens: list[int], num_prompts: int, repeats: int, **options: Any) -> None:
+def run_prefill(*, tokens: list[int], num_prompts: int, repeats: int, **options: Any) -> int:
     """Measure prompt lengths, one prompt at a time or many at once."""
     if num_prompts == 1:
-        run_latency(tokens=tokens, batches=[], contexts=[], repeats=repeats, **options)
-        return
+        return run_latency(tokens=tokens, batches=[], contexts=[], repeats=repeats, **options)
     with BenchProgress().running() as progress:
         session = Session(progress, **options)
         progress.expect(len(tokens))
         for number in tokens:
             session.prefill_many(number, num_prompts, repeats)
-    session.print_table()
+    return session.report()
 
 
 def run_load(
@@ -56,15 +55,19 @@ def run_load(
     rounds: int,
     seconds: float | None = None,
     **options: Any,
-) -> None:
+) -> int:
     """Measure the closed loop at each prompt length and number of requests in flight."""
     with BenchProgress().running() as progress:
         session = Session(progress, **options)
         progress.expect(len(input_tokens) * len(in_flight))
         for length in input_tokens:
             for number in in_flight:
-                _load(session, number, length, output_tokens, rounds, seconds)
-    session.print_table()
+                cell = f"load {length}/{output_tokens}, {number} in flight"
+                if session.fits(cell, sequences=number, tokens=length + output_tokens):
+                    with session.measuring(cell):
+                        session.progress.now(cell)
+                        _load(session, number, length, output_tokens, rounds, seconds)
+    return session.report()
 
 
 def _load(
@@ -75,10 +78,6 @@ def _load(
     rounds: int,
     seconds: float | None,
 ) -> None:
-    cell = f"load {input_tokens}/{output_tokens}, {in_flight} in flight"
-    if not session.fits(cell, sequences=in_flight, tokens=input_tokens + output_tokens):
-        return
-    session.progress.now(cell)
     device, steps = session.engine.model.device, session.engine.counters.num_steps
     held = _held_bytes(device)
     result = closed_loop(
@@ -123,9 +122,7 @@ def _held_bytes(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-def run_mixed(
-    *, batch: int, context: int, prompt_tokens: int, repeats: int, **options: Any
-) -> None:
+def run_mixed(*, batch: int, context: int, prompt_tokens: int, repeats: int, **options: Any) -> int:
     """Measure the token gaps of decoding sequences while a long prompt enters."""
     with BenchProgress().running() as progress:
         session = Session(progress, **options)
@@ -136,28 +133,35 @@ def run_mixed(
         if session.fits(cell, sequences=batch + 1, tokens=max(longest, context)) and session.fits(
             cell, sequences=1, tokens=prompt_tokens + 2
         ):
-            results = []
-            for i in range(repeats + 1):
-                progress.now(f"{cell}: " + (f"sample {i} of {repeats}" if i else "warm-up"))
-                results.append(
-                    mixed(
-                        session.engine,
-                        session.prompts,
-                        batch=batch,
-                        context=context,
-                        prompt_tokens=prompt_tokens,
-                    )
-                )
-            gaps = [gap for result in results[1:] for gap in result.gaps_ms]
-            session.record(
-                "mixed",
-                gaps,
+            with session.measuring(cell):
+                _mixed(session, cell, batch, context, prompt_tokens, repeats)
+    return session.report()
+
+
+def _mixed(
+    session: Session, cell: str, batch: int, context: int, prompt_tokens: int, repeats: int
+) -> None:
+    results = []
+    for i in range(repeats + 1):
+        session.progress.now(f"{cell}: " + (f"sample {i} of {repeats}" if i else "warm-up"))
+        results.append(
+            mixed(
+                session.engine,
+                session.prompts,
                 batch=batch,
                 context=context,
                 prompt_tokens=prompt_tokens,
-                max_mixed_tokens=session.setup.config.scheduler.max_mixed_tokens,
-                p99=percentile(gaps, 99),
-                quiet_ms=round(statistics.median(r.quiet_ms for r in results[1:]), 4),
-                prompt_ms=round(statistics.median(r.prompt_ms for r in results[1:]), 3),
             )
-    session.print_table()
+        )
+    gaps = [gap for result in results[1:] for gap in result.gaps_ms]
+    session.record(
+        "mixed",
+        gaps,
+        batch=batch,
+        context=context,
+        prompt_tokens=prompt_tokens,
+        max_mixed_tokens=session.setup.config.scheduler.max_mixed_tokens,
+        p99=percentile(gaps, 99),
+        quiet_ms=round(statistics.median(r.quiet_ms for r in results[1:]), 4),
+        prompt_ms=round(statistics.median(r.prompt_ms for r in results[1:]), 3),
+    )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rose.bench.build import BenchSetup, build, setup
-from rose.bench.fit import refusal
+from rose.bench.fit import CellError, refusal
 from rose.bench.profile import traced
 from rose.bench.progress import BenchProgress
 from rose.bench.record import Origin, append
@@ -80,6 +81,7 @@ class Session:
             randomise_kv(self.engine)
         self.lines: list[dict[str, Any]] = []
         self.left_out: list[tuple[str, str]] = []
+        self.failed: list[tuple[str, str]] = []
         self.distinct_experts = cache(self._distinct_experts)
 
     def fits(self, cell: str, *, sequences: int, tokens: int) -> bool:
@@ -89,6 +91,18 @@ class Session:
             self.left_out.append((cell, why))
             self.progress.done(f"{cell}: left out: {why}")
         return why is None
+
+    @contextmanager
+    def measuring(self, cell: str) -> Iterator[None]:
+        """Run one cell inside the block; one that gives no figure is said, and leaves the engine empty for others."""
+        try:
+            yield
+        except CellError as error:
+            for request_id in self.engine.running_ids():
+                self.engine.abort(request_id)
+            drain(self.engine)
+            self.failed.append((cell, str(error)))
+            self.progress.done(f"{cell}: failed: {error}")
 
     def record(self, bench: str, samples: list[float], **fields: Any) -> dict[str, Any]:
         """Print and store one cell."""
@@ -109,6 +123,10 @@ class Session:
         cell = f"prefill {tokens}"
         if not self.fits(cell, sequences=1, tokens=tokens + 1):
             return
+        with self.measuring(cell):
+            self._prefill(cell, tokens, repeats)
+
+    def _prefill(self, cell: str, tokens: int, repeats: int) -> None:
         self.progress.now(f"{cell}: warm-up")
         prefill_seconds(self.engine, self.prompts, tokens)
         samples = []
@@ -126,6 +144,10 @@ class Session:
         cell = f"prefill {num_prompts} prompts of {tokens}"
         if not self.fits(cell, sequences=1, tokens=tokens + 1):
             return
+        with self.measuring(cell):
+            self._prefill_many(cell, tokens, num_prompts, repeats)
+
+    def _prefill_many(self, cell: str, tokens: int, num_prompts: int, repeats: int) -> None:
         samples = []
         for i in range(repeats):
             self.progress.now(f"{cell}: sample {i + 1} of {repeats}")
@@ -145,6 +167,10 @@ class Session:
         tokens = decode_tokens(self.engine, batch, context)
         if not self.fits(cell, sequences=batch, tokens=tokens):
             return
+        with self.measuring(cell):
+            self._decode(cell, batch, context, repeats)
+
+    def _decode(self, cell: str, batch: int, context: int, repeats: int) -> None:
         self.progress.now(cell)
         is_cached = self.engine.table.is_caching
         timed = "96 steps after prefill"
@@ -180,8 +206,8 @@ class Session:
         self.progress.now(f"counting the experts that {tokens} tokens hit")
         return round(mean_distinct_experts(self.engine.model, tokens, seed=1), 2)
 
-    def print_table(self) -> None:
-        """Print all cells and what was left out."""
+    def report(self) -> int:
+        """Print all cells, what was left out and what failed; return the exit code: 1 where a cell failed."""
         console = Console()
         table = Table(title=f"gpt-oss-{self.setup.size} on {self.origin.device}")
         table.add_column("cell")
@@ -197,6 +223,9 @@ class Session:
         console.print(table)
         for cell, why in self.left_out:
             console.print(f"left out: {cell}: {why}", markup=False)
+        for cell, why in self.failed:
+            console.print(f"failed: {cell}: {why}", markup=False)
+        return 1 if self.failed else 0
 
 
 def cell_name(line: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ without computing them, on pages of random numbers. Kernels take the same time o
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,9 +22,10 @@ import msgspec
 import numpy as np
 import torch
 
+from rose.bench.fit import CellError
 from rose.cache.keys import PageKeys
 from rose.engine.engine import LLMEngine
-from rose.protocol.event import ErrorEvent, FinishedEvent, TokensEvent
+from rose.protocol.event import ErrorEvent, FinishedEvent, FromEngine, TokensEvent
 from rose.protocol.request import Request
 from rose.protocol.sampling_params import SamplingParams
 from rose.utils.math import ceil_div
@@ -66,7 +67,7 @@ def prefill_seconds(engine: LLMEngine, prompts: PromptSource, tokens: int) -> fl
     drain(engine)
     request = prompts.request(tokens, 1)
     begin = time.perf_counter()
-    engine.add(request)
+    submit(engine, request)
     for event in _events(engine):
         if isinstance(event, TokensEvent):
             return time.perf_counter() - begin
@@ -81,7 +82,7 @@ def prefill_many_seconds(
     waiting = {r.request_id for r in requests}
     begin = time.perf_counter()
     for request in requests:
-        engine.add(request)
+        submit(engine, request)
     for event in _events(engine):
         if isinstance(event, TokensEvent):
             waiting.discard(event.request_id)
@@ -116,7 +117,7 @@ def randomise_kv(engine: LLMEngine) -> None:
 def fill_cache(engine: LLMEngine, requests: list[Request]) -> None:
     """Put the prompts into the prefix cache as if they had been computed in chunks and had ended.
 
-    Raises  RuntimeError where the KV cache is too small for one of them
+    Raises  CellError where the KV cache is too small for one of them
     """
     table, chunk = engine.table, engine.scheduler.config.step_tokens
     for request in requests:
@@ -124,7 +125,8 @@ def fill_cache(engine: LLMEngine, requests: list[Request]) -> None:
         keys, pages = PageKeys(request.cache_salt), table.open(num_tokens=len(tokens))
         for end in (*range(chunk, len(tokens), chunk), len(tokens)):
             if table.grow(pages, end) is None:
-                raise RuntimeError(f"the KV cache has no room for a prompt of {len(tokens)} tokens")
+                table.close(pages)
+                raise CellError(f"the KV cache has no room for a prompt of {len(tokens)} tokens")
             table.register(pages, keys, tokens, end)
             table.free_behind(pages, end)
         table.close(pages)
@@ -142,7 +144,7 @@ def cached_decode_milliseconds(
     """Return (t(97 tokens) - t(1 token)) / 96 some times over, with all prompts in the prefix cache.
 
     Units   is_filled: by `fill_cache`; otherwise they are computed first
-    Raises  RuntimeError where a prompt was not found in the cache, or a sequence was preempted
+    Raises  CellError where a prompt was not found in the cache, or a sequence was preempted
     """
     drain(engine)
     requests = [prompts.request(context, 1) for _ in range(batch)]
@@ -159,7 +161,7 @@ def cached_decode_milliseconds(
         long = _generation_seconds(engine, requests, DECODE_STEPS + 1, least_cached=cached)
         samples.append((long - short) * 1e3 / DECODE_STEPS)
     if engine.scheduler.num_preemptions != preemptions:
-        raise RuntimeError(
+        raise CellError(
             f"a sequence of {batch} x {context} was preempted; the KV cache is too small"
         )
     return samples
@@ -174,7 +176,7 @@ def _generation_seconds(
     num_open = len(requests)
     begin = end = time.perf_counter()
     for request in requests:
-        engine.add(request)
+        submit(engine, request)
     for event in _events(engine):
         if isinstance(event, TokensEvent):
             found[event.request_id] += event.num_cached_tokens
@@ -185,7 +187,7 @@ def _generation_seconds(
     if num_open:
         raise RuntimeError(f"{num_open} of {len(requests)} requests did not end")
     if min(found.values()) < least_cached:
-        raise RuntimeError(
+        raise CellError(
             f"a prompt of {len(requests[0].prompt_token_ids)} tokens found {min(found.values())} of them in the "
             f"prefix cache, {least_cached} were to be there; it is off (cache.prefix_cache) or too small"
         )
@@ -210,7 +212,7 @@ def decode_milliseconds(
     requests = [prompts.request(context, max_tokens) for _ in range(batch)]
     preemptions = engine.scheduler.num_preemptions
     for request in requests:
-        engine.add(request)
+        submit(engine, request)
     events = _events(engine)
     _until_all_decode(events, [r.request_id for r in requests])
     last = requests[-1].request_id
@@ -218,7 +220,7 @@ def decode_milliseconds(
     with trace or nullcontext():
         marks = _marks(events, last, steps + 1)
     if engine.scheduler.num_preemptions != preemptions:
-        raise RuntimeError(
+        raise CellError(
             f"a sequence of {batch} x {context} was preempted; the KV cache is too small"
         )
     for request in requests:
@@ -256,6 +258,21 @@ def _require_tokens(event: TokensEvent | FinishedEvent) -> None:
         raise RuntimeError(f"a sequence ended inside the timed steps: {event}")
 
 
+def submit(engine: LLMEngine, request: Request) -> None:
+    """Give a request to the engine.
+
+    Raises  CellError where it takes none
+    """
+    require_no_error(engine.add(request))
+
+
+def require_no_error(events: Iterable[FromEngine]) -> None:
+    """Raise CellError where a request was refused or failed."""
+    for event in events:
+        if isinstance(event, ErrorEvent):
+            raise CellError(f"{event.code}: {event.message}")
+
+
 def drain(engine: LLMEngine) -> None:
     """Step until nothing runs."""
     while engine.has_work:
@@ -264,8 +281,8 @@ def drain(engine: LLMEngine) -> None:
 
 def _events(engine: LLMEngine) -> Iterator[TokensEvent | FinishedEvent]:
     while engine.has_work:
-        for event in engine.step():
-            if isinstance(event, ErrorEvent):
-                raise RuntimeError(f"{event.code}: {event.message}")
+        events = engine.step()
+        require_no_error(events)
+        for event in events:
             if isinstance(event, TokensEvent | FinishedEvent):
                 yield event

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from rose.cli.options import NameValue, as_dict, flags_in_errors, numbers
+from rose.cli.options import NameValue, Number, as_dict, flags_in_errors, numbers
 
 SIZES = ("20b", "120b", "tiny")
 PATH = click.Path(path_type=Path, dir_okay=False)
@@ -43,8 +43,8 @@ _setup_options = (
     click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
     click.option("--only", multiple=True, type=NameValue("operation=implementation"),
                  callback=as_dict, metavar="OP=NAME", help="Use one implementation of an operation."),
-    click.option("--layers", type=int, help="Keep only the first layers (not a result, a trial)."),
-    click.option("--kv-tokens", type=int, help="Tokens of KV to hold; default: what memory leaves."),
+    click.option("--layers", type=click.IntRange(min=1), help="Keep only the first layers (not a result, a trial)."),
+    click.option("--kv-tokens", type=click.IntRange(min=1), help="Tokens of KV to hold; default: what memory leaves."),
     _number("--max-step-tokens", 16384, "New tokens of all sequences in one step."),
     _number("--max-mixed-tokens", 4096, "The same while some sequences decode."),
     click.option("--graphs/--no-graphs", default=True, help="Replay decode steps from CUDA graphs."),
@@ -85,11 +85,11 @@ def bench() -> None:
 @_number("--repeats", 3, "Samples per length, after one warm-up of a single prompt.")
 @_engine
 @_profile_option
-def prefill(tokens: list[int], prompts: int, repeats: int, **options: Any) -> None:
+def prefill(tokens: list[int], prompts: int, repeats: int, **options: Any) -> int:
     """Time from submission of an unseen prompt to its first token; or tokens/s of many prompts."""
     from rose.bench.run import run_prefill
 
-    run_prefill(tokens=tokens, num_prompts=prompts, repeats=repeats, **options)
+    return run_prefill(tokens=tokens, num_prompts=prompts, repeats=repeats, **options)
 
 
 @bench.command(short_help="Time per step with the whole batch decoding.")
@@ -99,11 +99,11 @@ def prefill(tokens: list[int], prompts: int, repeats: int, **options: Any) -> No
 @_engine
 @_fill_option
 @_profile_option
-def decode(batches: list[int], context: list[int], repeats: int, **options: Any) -> None:
+def decode(batches: list[int], context: list[int], repeats: int, **options: Any) -> int:
     """Time per step with the whole batch decoding at temperature 1."""
     from rose.bench.run import run_latency
 
-    run_latency(
+    return run_latency(
         tokens=[], batches=batches, contexts=context, repeats=0, decode_repeats=repeats, **options
     )
 
@@ -117,11 +117,11 @@ def decode(batches: list[int], context: list[int], repeats: int, **options: Any)
 @_profile_option
 def latency(
     tokens: list[int], batches: list[int], context: list[int], repeats: int, **options: Any
-) -> None:
+) -> int:
     """Run prefill and decode on one engine: the cells of the score table, one resident set of weights."""
     from rose.bench.run import run_latency
 
-    run_latency(tokens=tokens, batches=batches, contexts=context, repeats=repeats, **options)
+    return run_latency(tokens=tokens, batches=batches, contexts=context, repeats=repeats, **options)
 
 
 @bench.command(short_help="Closed loop of requests: throughput and times.")
@@ -131,7 +131,7 @@ def latency(
 @_number("--rounds", 3, "Whole requests to measure, per request in flight.")
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Number(min=0, min_open=True),
     help="End a cell after so long, and count what was seen of requests that run on.",
 )
 @_engine
@@ -143,11 +143,11 @@ def load(
     rounds: int,
     seconds: float | None,
     **options: Any,
-) -> None:
+) -> int:
     """Closed loop: output tokens/s, time to first token, time per token."""
     from rose.bench.run import run_load
 
-    run_load(
+    return run_load(
         input_tokens=input_tokens,
         output_tokens=output_tokens,
         in_flight=in_flight,
@@ -163,11 +163,13 @@ def load(
 @_number("--prompt-tokens", 32768, "The prompt that enters.")
 @_number("--repeats", 3, "Prompts, after one warm-up.")
 @_engine
-def mixed(batch: int, context: int, prompt_tokens: int, repeats: int, **options: Any) -> None:
+def mixed(batch: int, context: int, prompt_tokens: int, repeats: int, **options: Any) -> int:
     """99th percentile of the token gap of decoding sequences while a long prompt enters."""
     from rose.bench.run import run_mixed
 
-    run_mixed(batch=batch, context=context, prompt_tokens=prompt_tokens, repeats=repeats, **options)
+    return run_mixed(
+        batch=batch, context=context, prompt_tokens=prompt_tokens, repeats=repeats, **options
+    )
 
 
 @bench.command(short_help="Time from a process's start to its first token.")
@@ -225,7 +227,9 @@ def scheduler(sequences: int, steps: int, *, prefix_cache: bool, **options: Any)
 @_number("--decoded", 32, "Of them, how many are decoded one by one in the second run.")
 @click.option("--seed", default=0, show_default=True, help="Of the prompt.")
 @click.option(
-    "--most", type=float, help="Fail where an error passes so many times that of PyTorch in bf16."
+    "--most",
+    type=Number(min=0, min_open=True),
+    help="Fail where an error passes so many times that of PyTorch in bf16.",
 )
 @_engine
 def accuracy(tokens: int, decoded: int, seed: int, most: float | None, **options: Any) -> int:
@@ -249,7 +253,7 @@ def accuracy(tokens: int, decoded: int, seed: int, most: float | None, **options
 @click.option("--charts", type=FOLDER, help="Draw charts into this folder (needs matplotlib).")
 @click.option(
     "--price",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Number(min=0, min_open=True),
     default=3.0,
     show_default=True,
     help="US dollars per GPU and hour.",

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from rose.cli.options import Number
+
 if TYPE_CHECKING:
     from rose.weights.verify import TensorReport
 
@@ -27,7 +29,7 @@ EXIT_NOT_AS_PROMISED = 1
 @click.option("--device", default="cpu", show_default=True, help="Where numbers are converted.")
 @click.option(
     "--shard-gb",
-    type=click.FloatRange(min=0.001),
+    type=Number(min=0.001),
     default=4.5,
     show_default=True,
     help="Largest file, in 10^9 bytes.",

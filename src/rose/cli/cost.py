@@ -6,19 +6,17 @@ from pathlib import Path
 
 import click
 
+from rose.cli.options import Number
+
 PRICE = 3.0
 
 
 @click.command()
 @click.argument("files", nargs=-1, type=click.Path(path_type=Path))
-@click.option(
-    "--seconds", type=click.FloatRange(min=0, min_open=True), help="Time that the tokens took."
-)
-@click.option(
-    "--tokens", type=click.FloatRange(min=0, min_open=True), help="Tokens made in that time."
-)
+@click.option("--seconds", type=Number(min=0, min_open=True), help="Time that the tokens took.")
+@click.option("--tokens", type=Number(min=0, min_open=True), help="Tokens made in that time.")
 @click.option("--gpus", type=click.IntRange(min=1), default=1, show_default=True)
-@click.option("--price", type=click.FloatRange(min=0), default=PRICE, show_default=True,
+@click.option("--price", type=Number(min=0), default=PRICE, show_default=True,
               help="US dollars per GPU and hour.")  # fmt: skip
 def cost(
     files: tuple[Path, ...], seconds: float | None, tokens: float | None, gpus: int, price: float

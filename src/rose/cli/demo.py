@@ -19,6 +19,7 @@ from typing import Any
 import click
 
 from rose.cli.chat import Conversation, ServerError
+from rose.cli.options import Number
 
 DOLLARS_PER_HOUR = 3.0
 """Rent of the machine, as the cost tables take it for one H200."""
@@ -53,7 +54,9 @@ WEATHER = {
     show_default=True,
     help="Each begins a conversation of its own.",
 )
-@click.option("--temperature", default=0.0, show_default=True, help="0 is greedy.")
+@click.option(
+    "--temperature", type=Number(min=0), default=0.0, show_default=True, help="0 is greedy."
+)
 def demo(model: str | None, questions: tuple[str, ...], temperature: float) -> None:
     """Start a server on MODEL (the embedded one without it), ask it the questions, and stop it.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -119,6 +120,19 @@ class NameValue(click.ParamType):
         if not separator or not name:
             self.fail(f"{value!r} is not {self.name}", param, ctx)
         return name, rest
+
+
+class Number(click.FloatRange):
+    """A number within bounds; nan, which no bound stops, and infinities are none."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Read a finite number."""
+        number = click.FLOAT.convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is no finite number", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 def as_dict(

@@ -11,7 +11,7 @@ import click
 @click.command()
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--size", default="tiny", show_default=True, help="20b, 120b or tiny.")
-@click.option("--layers", type=int, default=None, help="Only the first N layers.")
+@click.option("--layers", type=click.IntRange(min=1), help="Only the first N layers.")
 @click.option(
     "--format", "format_name", default="mxfp4", show_default=True, help="mxfp4 or bf16 experts."
 )

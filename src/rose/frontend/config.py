@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Literal
@@ -114,7 +115,7 @@ class FrontendConfig:
                 f"max_engine_restarts={self.max_engine_restarts}; allowed: 0 or more; change --max-engine-restarts"
             )
         for name in ("response_store_count", "response_store_bytes", "response_store_s"):
-            if getattr(self, name) <= 0:
+            if not 0 < getattr(self, name) < math.inf:
                 flag = name.replace("_", "-")
                 problems.append(
                     f"{name}={getattr(self, name)}; allowed: above 0, or --response-store none; change --{flag}"
