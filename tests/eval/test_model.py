@@ -177,7 +177,7 @@ def test_one_fixed_text_is_longer_than_3000_tokens():
 
 def test_the_command_compares_formats_and_writes_json(only_english, tmp_path, capsys):
     path = tmp_path / "r.json"
-    words = "eval --task arithmetic --task tool_call --count 2 --device cpu --weights mxfp4 --weights bf16"
+    words = "eval --task arithmetic --task tool_call --task texts --count 2 --device cpu --weights mxfp4 --weights bf16"
     assert run([*words.split(), "--json", str(path)]) == 0
     found = json.loads(path.read_text())
     assert set(found["tasks"]) == {"arithmetic", "tool_call", "harmony"}
@@ -186,6 +186,26 @@ def test_the_command_compares_formats_and_writes_json(only_english, tmp_path, ca
     assert found["runs"][0]["tasks"] == found["runs"][1]["tasks"]
     assert found["runs"][1]["texts"]["english"]["largest_difference"] < 1e-3
     assert "bf16 - mxfp4" in capsys.readouterr().out.replace("\n", "")
+
+
+def test_only_what_was_asked_for_is_computed(only_english, tmp_path, capsys, monkeypatch):
+    path = tmp_path / "r.json"
+    command = ["eval", "--count", "1", "--device", "cpu", "--json", str(path)]
+    assert run([*command, "--task", "texts"]) == 0
+    found = json.loads(path.read_text())
+    assert (found["num_questions"], found["tasks"]) == (0, {})
+    assert found["texts"]["english"]["perplexity"] > 1
+    assert "perplexity, english" in capsys.readouterr().out
+    monkeypatch.setattr(logprobs, "compare", lambda *_: pytest.fail("texts were not asked for"))
+    assert run([*command, "--task", "copy"]) == 0
+    found = json.loads(path.read_text())
+    assert (found["num_questions"], found["texts"]) == (1, {})
+    assert "perplexity" not in capsys.readouterr().out
+
+
+def test_a_server_is_asked_for_no_texts(capsys):
+    assert run(["eval", "--task", "texts", "--url", "http://x"]) == 2
+    assert "--task texts was given with --url" in capsys.readouterr().err
 
 
 def test_a_task_that_is_unknown_and_a_server_with_weights_are_refused(capsys):

@@ -24,7 +24,12 @@ FORMATS = ("auto", "mxfp4", "bf16", "fp8_block", "fp8_block_all")
     help="Format of the weights in memory; give it again to compare formats.  [default: auto]",
 )
 @click.option("--url", help="Ask a running server instead of an engine in this process.")
-@click.option("--task", "tasks", multiple=True, help="Only this task; may be given again.")
+@click.option(
+    "--task",
+    "tasks",
+    multiple=True,
+    help="Only this task, or texts: the perplexities of fixed texts; may be given again.  [default: all]",
+)
 @click.option("--count", default=20, show_default=True, type=click.IntRange(1), help="Per task.")
 @click.option("--seed", default=2026, show_default=True, help="Other questions, still held out.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
@@ -44,7 +49,10 @@ def evaluate(
     is_stored: bool,
     **options: Any,
 ) -> None:
-    """Ask MODEL (the embedded one without it) questions that it was not trained on, greedily, and score the answers."""
+    """Ask MODEL (the embedded one without it) questions that it was not trained on, greedily, and score the answers.
+
+    Without --task also the perplexities of fixed texts, and how far their log-probabilities are from the stored ones.
+    """
     _check(folder, weights, url, tasks, is_stored)
     if is_stored:
         from rose.eval.run import store_float64
@@ -64,13 +72,18 @@ def _check(
     tasks: tuple[str, ...],
     is_stored: bool,
 ) -> None:
-    from rose.eval.tasks import ASKED
+    from rose.eval.tasks import ASKED, TEXTS
 
+    allowed = (*ASKED, TEXTS)
     problems = [
-        f"task {task!r} is not known; allowed: {', '.join(ASKED)}; change --task"
+        f"task {task!r} is not known; allowed: {', '.join(allowed)}; change --task"
         for task in tasks
-        if task not in ASKED
+        if task not in allowed
     ]
+    if url is not None and TEXTS in tasks:
+        problems.append(
+            "--task texts was given with --url; chat answers carry no log-probabilities of texts; leave one of them out"
+        )
     if url is not None and (folder is not None or weights or is_stored):
         problems.append(
             "--url was given with MODEL, --weights or --store; a server has chosen its weights; leave one of them out"
@@ -83,6 +96,7 @@ def _runs(
     folder: Path, weights: tuple[str, ...], url: str | None, tasks: tuple[str, ...], **options: Any
 ) -> list[dict[str, Any]]:
     from rose.eval.run import evaluate_folder, evaluate_server, questions
+    from rose.eval.tasks import TEXTS
 
     examples = questions(tasks, options["count"], seed=options["seed"])
     runs = []
@@ -91,7 +105,13 @@ def _runs(
         if url is not None:
             run = evaluate_server(url, examples)
         else:
-            run = evaluate_folder(folder, form, examples, device=options["device"])
+            run = evaluate_folder(
+                folder,
+                form,
+                examples,
+                device=options["device"],
+                has_texts=not tasks or TEXTS in tasks,
+            )
         run |= {"seed": options["seed"], "seconds": round(time.perf_counter() - begin, 1)}
         runs.append(run)
         click.echo(f"{run['model']}: {len(examples)} questions in {run['seconds']} s", err=True)

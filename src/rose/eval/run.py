@@ -9,15 +9,16 @@ from typing import Any
 from rose.eval.asking import EngineAsker, HttpAsker
 from rose.eval.examples import Example
 from rose.eval.scoring import summary
-from rose.eval.tasks import ASKED, held_out_set
+from rose.eval.tasks import ASKED, TEXTS, held_out_set
 
 SEED = 2026
 """Of the questions asked."""
 
 
 def questions(tasks: Sequence[str], count: int, *, seed: int = SEED) -> list[Example]:
-    """Return `count` held-out questions of each task."""
-    return [example for task in tasks or ASKED for example in held_out_set(task, count, seed=seed)]
+    """Return `count` held-out questions of each task but `TEXTS`; of all where none is named."""
+    asked = [task for task in tasks or ASKED if task != TEXTS]
+    return [example for task in asked for example in held_out_set(task, count, seed=seed)]
 
 
 def evaluate_server(url: str, examples: Sequence[Example]) -> dict[str, Any]:
@@ -28,9 +29,9 @@ def evaluate_server(url: str, examples: Sequence[Example]) -> dict[str, Any]:
 
 
 def evaluate_folder(
-    folder: Path, weights: str, examples: Sequence[Example], *, device: str
+    folder: Path, weights: str, examples: Sequence[Example], *, device: str, has_texts: bool
 ) -> dict[str, Any]:
-    """Ask the engine on the weights of a folder, held in a format."""
+    """Ask the engine on the weights of a folder, held in a format; `has_texts`: compare the fixed texts too."""
     from rose.eval.logprobs import compare
 
     asker = EngineAsker(folder, weights=weights, device=device)
@@ -42,7 +43,7 @@ def evaluate_folder(
         "device": str(model.device),
         "activations": str(model.kv_dtype).removeprefix("torch."),
         **summary(zip(examples, replies, strict=True)),
-        "texts": compare(folder, model, asker.tokenizer),
+        "texts": compare(folder, model, asker.tokenizer) if has_texts else {},
     }
 
 

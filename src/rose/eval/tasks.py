@@ -52,6 +52,8 @@ SHARES: dict[str, float] = {
 TAUGHT_ONLY = ("talk", "acknowledge", "repeats", "spelling")
 ASKED = tuple(name for name in TASKS if name not in TAUGHT_ONLY)
 """Asked by `rose eval`."""
+TEXTS = "texts"
+"""What `rose eval` calls the log-probabilities of fixed texts, which nobody is asked."""
 OFFERED_FOR_NOTHING = 0.15
 """Share of the plain questions that come with tools that are not needed."""
 
