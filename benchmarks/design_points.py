@@ -67,13 +67,13 @@ class Products:
 
     def __init__(self, weight: str, experts: int, *, hidden: int = 2880) -> None:
         sizes = {"D": hidden, "I": hidden, "E": experts, "K": 4}
-        self.shapes = cuda_fused.VARIANTS["r128" if weight == "fp8_block" else "r256"]
+        block_m = cuda_fused.VARIANTS["r128" if weight == "fp8_block" else "r256"]
         drawn = draw(sizes, TOKENS, weight, seed=2)[1]
         weights = tiled(drawn["weights"]) if weight == "mxfp4" else drawn["weights"]
         self.up, self.down_matrix, self.plain = cuda_fused.matrices(weights)
         library = FusedLibrary()
         self.table = library.sort_by_expert(
-            drawn["expert_ids_TK"], num_experts=experts, block_m=self.shapes.rows
+            drawn["expert_ids_TK"], num_experts=experts, block_m=block_m
         )
         self.rows = library.quantize_rows(drawn["x_TD"], self.table)
         self.hidden = self.gate_up(library)

@@ -61,7 +61,6 @@ PRODUCTS = {
     "mxfp4_r256": ("mxfp4", "r256"),
     "fp8_r256": ("fp8_block", "r256"),
     "fp8_r128": ("fp8_block", "r128"),
-    "fp8_r128_late": ("fp8_block", "r128_late"),
 }
 WAYS = {"rows": ("fp8_block", "r256"), **PRODUCTS, "whole": ("mxfp4", "r256")}
 assert SMALL["D"] % 64 == 0
@@ -103,13 +102,12 @@ def table_of(ids: Tensor, experts: int, block_m: int) -> RowTable:
 def walk(rung: Rung, way: str) -> Iterator[tuple[str, Callable[[], list[str | None]]]]:
     """Yield the stages of a way on one shape; each launches, then compares with torch on its own inputs."""
     weight, variant = WAYS[way]
-    shapes = cuda_fused.VARIANTS[variant]
     library = cuda_fused.FusedLibrary(defines=["ROSE_WATCHDOG"])
     _, arguments = draw(rung.sizes, rung.tokens, weight, seed=1, **rung.options)
     if rung.counts:
         arguments["expert_ids_TK"] = ids_of(rung.counts)
     ids, x, experts = arguments["expert_ids_TK"], arguments["x_TD"], rung.sizes["E"]
-    table = table_of(ids, experts, shapes.rows)
+    table = table_of(ids, experts, cuda_fused.VARIANTS[variant])
     rows = cuda_fused.FusedLibrary().quantize_rows(x, table)
     steps: dict[str, Callable[[], list[str | None]]]
     if way == "rows":
@@ -153,8 +151,7 @@ def row_steps(library: FusedLibrary, x: Tensor, ids: Tensor, experts: int) -> di
 def product_steps(
     library: FusedLibrary, arguments: dict[str, Any], table: RowTable, rows: tuple[Tensor, Tensor], way: str
 ) -> dict[str, Any]:  # fmt: skip
-    weight, variant = WAYS[way]
-    shapes = cuda_fused.VARIANTS[variant]
+    weight, _ = WAYS[way]
     plain = arguments["weights"]
     up, down_matrix, _ = cuda_fused.matrices(tiled(plain) if weight == "mxfp4" else plain)
     copy = None
@@ -168,12 +165,7 @@ def product_steps(
     kept: dict[str, Any] = {}
 
     def gate_up() -> list[str | None]:
-        options = {
-            "bias_EF": plain.gate_up_bias_EF,
-            "alpha": alpha,
-            "limit": limit,
-            "late": shapes.late,
-        }
+        options = {"bias_EF": plain.gate_up_bias_EF, "alpha": alpha, "limit": limit}
         kept["hidden"] = library.gate_up(*rows, table, matrix=up, **options)
         torch.cuda.synchronize()
         u_RF = by_expert(spread(*rows, 128)[:count], starts, plain.gate_up, plain.gate_up_bias_EF)
@@ -186,14 +178,13 @@ def product_steps(
         return found
 
     def down() -> list[str | None]:
-        options = {"bias_ED": plain.down_bias_ED, "late": shapes.late}
-        y = library.down(*kept["hidden"], table, matrix=down_matrix, **options)
+        y = library.down(*kept["hidden"], table, matrix=down_matrix, bias_ED=plain.down_bias_ED)
         torch.cuda.synchronize()
         hidden_RI = spread(*kept["hidden"], 128)[:count]
         wanted = by_expert(hidden_RI, starts, plain.down, plain.down_bias_ED)
         found = [problem("y", y[:count], wanted, 4e-3, 8e-3)]
         if copy:
-            other = library.down(*kept["hidden"], table, matrix=copy[1], **options)
+            other = library.down(*kept["hidden"], table, matrix=copy[1], bias_ED=plain.down_bias_ED)
             found.append(same_bits("y", y[:count], other[:count]))
         return found
 
@@ -318,14 +309,11 @@ def timed(call: Callable[[], Any], stage: str, **labels: Any) -> dict[str, Any]:
     return line
 
 
-def stages_of(
-    arguments: dict[str, Any], shapes: cuda_fused.FusedShapes
-) -> dict[str, Callable[[], Any]]:
+def stages_of(arguments: dict[str, Any], block_m: int) -> dict[str, Callable[[], Any]]:
     """Return each product as a closure over rows that the bound kernels made, and the whole."""
     library = cuda_fused.FusedLibrary()
     up, down_matrix, plain = cuda_fused.matrices(arguments["weights"])
-    late = shapes.late
-    table = table_of(arguments["expert_ids_TK"], up.shape[0], shapes.rows)
+    table = table_of(arguments["expert_ids_TK"], up.shape[0], block_m)
     rows = cuda_fused.FusedLibrary().quantize_rows(arguments["x_TD"], table)
 
     def gate_up() -> Any:
@@ -336,16 +324,15 @@ def stages_of(
             bias_EF=plain.gate_up_bias_EF,
             alpha=1.702,
             limit=7.0,
-            late=late,
         )
 
     hidden = gate_up()
     return {
         "gate_up": gate_up,
         "down": lambda: library.down(
-            *hidden, table, matrix=down_matrix, bias_ED=plain.down_bias_ED, late=late
+            *hidden, table, matrix=down_matrix, bias_ED=plain.down_bias_ED
         ),
-        "whole": lambda: cuda_fused.run_experts(library, **arguments, shapes=shapes),
+        "whole": lambda: cuda_fused.run_experts(library, **arguments, block_m=block_m),
     }
 
 

@@ -66,11 +66,11 @@ def experts(
     ) or launch(
         library, "cuda_fused", "launch_gate_up",
         *cuda_fused._operands(values_RD, scales, table, up, plain.gate_up_bias_EF),
-        hidden_RI.data_ptr(), hidden_scales.data_ptr(), padded, 1.702, 7.0, block_m, 0,
+        hidden_RI.data_ptr(), hidden_scales.data_ptr(), padded, 1.702, 7.0, block_m,
     ) or launch(
         library, "cuda_fused", "launch_down",
         *cuda_fused._operands(hidden_RI, hidden_scales, table, down, plain.down_bias_ED),
-        y_RD.data_ptr(), block_m, 0,
+        y_RD.data_ptr(), block_m,
     )  # fmt: skip
     found = [spread(values_RD, scales), spread(hidden_RI, hidden_scales), y_RD.float()]
     wanted = [x_RD.float(), torch.zeros(rows, inner), torch.zeros(rows, hidden)]

@@ -29,21 +29,8 @@ HIDDEN_GROUP = 128
 """SwiGLU channels that share a scale, in every shape."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FusedShapes:
-    """Rows of a tile, and whether the second consumer starts later."""
-
-    rows: int = 256
-    """256 (x 128 columns; the only one for mxfp4) or 128 (x 256 columns)."""
-    late: bool = False
-    """Only with 128 rows: the tile ends of the two consumers lie apart."""
-
-
-VARIANTS = {
-    "r256": FusedShapes(),
-    "r128": FusedShapes(rows=128),
-    "r128_late": FusedShapes(rows=128, late=True),
-}
+VARIANTS = {"r256": 256, "r128": 128}
+"""Rows of a tile: 256 (x 128 columns; the only one for mxfp4) or 128 (x 256 columns)."""
 DEFAULT = VARIANTS["r256"]
 """Of MXFP4; E4M3 is fastest with r128 where routing is spread (docs/performance.md)."""
 
@@ -107,11 +94,11 @@ class FusedLibrary:
         self._quantize = launcher("launch_quantize", "ppppiiiip")
         self._combine = launcher("launch_combine", "ppppiiip")
         self._expand = launcher("launch_expand", "ppppiiip")
-        self._gate_up = launcher("launch_gate_up", "ppiipppppipppiiiippiffiip")
-        self._down = launcher("launch_down", "ppiipppppipppiiiipiip")
+        self._gate_up = launcher("launch_gate_up", "ppiipppppipppiiiippiffip")
+        self._down = launcher("launch_down", "ppiipppppipppiiiipip")
 
     def sort_by_expert(
-        self, expert_ids_TK: Tensor, *, num_experts: int, block_m: int = DEFAULT.rows
+        self, expert_ids_TK: Tensor, *, num_experts: int, block_m: int = DEFAULT
     ) -> RowTable:
         """Give each (token, k) pair its row, stably; tiles have `block_m` rows."""
         table = allocate_rows(expert_ids_TK, num_experts=num_experts, block_m=block_m)
@@ -139,7 +126,7 @@ class FusedLibrary:
 
     def gate_up(
         self, x_RD: Tensor, x_scales: Tensor, table: RowTable, *,
-        matrix: Matrix, bias_EF: Tensor, alpha: float, limit: float, late: bool = False,
+        matrix: Matrix, bias_EF: Tensor, alpha: float, limit: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Multiply, apply the SwiGLU and quantise in groups of 128 channels.
 
@@ -153,19 +140,19 @@ class FusedLibrary:
         self._gate_up(
             *_operands(x_RD, x_scales, table, matrix, bias_EF),
             out_RI.data_ptr(), out_scales.data_ptr(), out_scales.stride(0), alpha, limit,
-            table.block_m, int(late), _stream(),
+            table.block_m, _stream(),
         )  # fmt: skip
         return out_RI, out_scales
 
     def down(
         self, a_RI: Tensor, a_scales: Tensor, table: RowTable, *,
-        matrix: Matrix, bias_ED: Tensor, late: bool = False,
+        matrix: Matrix, bias_ED: Tensor,
     ) -> Tensor:  # fmt: skip
         """Multiply and add the bias. Returns bf16 [R, D], not yet weighted."""
         y_RD = a_RI.new_empty(a_RI.shape[0], matrix.shape[1], dtype=torch.bfloat16)
         self._down(
             *_operands(a_RI, a_scales, table, matrix, bias_ED),
-            y_RD.data_ptr(), table.block_m, int(late), _stream(),
+            y_RD.data_ptr(), table.block_m, _stream(),
         )  # fmt: skip
         return y_RD
 
@@ -211,18 +198,18 @@ def run_experts(
     swiglu_alpha: float,
     swiglu_limit: float,
     out_TD: Tensor,
-    shapes: FusedShapes = DEFAULT,
+    block_m: int = DEFAULT,
 ) -> None:
-    """The whole operation; mxfp4 weights come as `mxfp4_tiles.tiled` makes them."""
+    """The whole operation in tiles of `block_m` rows; mxfp4 weights come as `mxfp4_tiles.tiled` makes them."""
     if x_TD.shape[0] == 0:
         return
     up, down, plain = matrices(weights)
-    table = library.sort_by_expert(expert_ids_TK, num_experts=up.shape[0], block_m=shapes.rows)
+    table = library.sort_by_expert(expert_ids_TK, num_experts=up.shape[0], block_m=block_m)
     hidden = library.gate_up(
         *library.quantize_rows(x_TD, table), table, matrix=up, bias_EF=plain.gate_up_bias_EF,
-        alpha=swiglu_alpha, limit=swiglu_limit, late=shapes.late,
+        alpha=swiglu_alpha, limit=swiglu_limit,
     )  # fmt: skip
-    y_RD = library.down(*hidden, table, matrix=down, bias_ED=plain.down_bias_ED, late=shapes.late)
+    y_RD = library.down(*hidden, table, matrix=down, bias_ED=plain.down_bias_ED)
     library.combine(y_RD, table, expert_weights_TK, out_TD=out_TD)
 
 

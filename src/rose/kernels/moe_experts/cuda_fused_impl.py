@@ -28,7 +28,7 @@ from rose.kernels.weights import ExpertWeights
 
 LIBRARY = FusedLibrary()
 _BETWEEN_TILES = "the warps that expand have 32 registers and the others up to 224: what is kept is read between tiles"
-SPILLS = {"ELb1ELi2ELi4ELb0E": (60, _BETWEEN_TILES), "ELb1ELi2ELi3ELb0E": (108, _BETWEEN_TILES)}
+SPILLS = {"ELb1ELi2ELi4EE": (60, _BETWEEN_TILES), "ELb1ELi2ELi3EE": (108, _BETWEEN_TILES)}
 """For `python -m rose.kernels aot`: bytes and reason, by a part of the kernel's name (MXFP4: down, gate-up)."""
 COPY_MAX_EXPERTS = 64
 """Up to here a layer's FP8 copy is kept beside MXFP4: 20b (32 experts) 10 + 19 GB; 120b would need 180 GB."""
@@ -54,7 +54,7 @@ def moe_experts(
         swiglu_alpha=swiglu_alpha,
         swiglu_limit=swiglu_limit,
         out_TD=out_TD,
-        shapes=DEFAULT if isinstance(weights, TiledExperts) else VARIANTS["r128"],
+        block_m=DEFAULT if isinstance(weights, TiledExperts) else VARIANTS["r128"],
     )
 
 

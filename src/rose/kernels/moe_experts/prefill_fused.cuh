@@ -47,10 +47,10 @@ struct Problem {
   __nv_bfloat16* y;
 };
 
-// kSlabs x kRuns accumulators a consumer: 2 x 1 or 1 x 2. kLate: the second consumer begins half a tile's end later.
-template <bool kGateUpP, bool kMxfp4P, int kSlabsP, int kStagesP, bool kLateP = false>
+// kSlabs x kRuns accumulators a consumer: 2 x 1 or 1 x 2.
+template <bool kGateUpP, bool kMxfp4P, int kSlabsP, int kStagesP>
 struct Plan {
-  static constexpr bool kGateUp = kGateUpP, kMxfp4 = kMxfp4P, kLate = kLateP;
+  static constexpr bool kGateUp = kGateUpP, kMxfp4 = kMxfp4P;
   static constexpr int kSlabs = kSlabsP, kRuns = 2 / kSlabs, kStages = kStagesP;
   static constexpr int kRows = 128 * kSlabs, kWide = kColumns * kRuns;
   static constexpr int kPasses = kGateUp && kRuns == 1 ? 2 : 1;
@@ -548,7 +548,6 @@ __device__ __forceinline__ void consume(const Problem& p, int num_items, const S
   const int k_blocks = (p.k + kBlockK - 1) / kBlockK, k_full = p.k / kBlockK;
   const int consumer = uniform(threadIdx.x / 128);
   Ring<P::kStages> ring;
-  if (P::kLate && threadIdx.x >= 128) __nanosleep(1500);
   for (int round = 0; item_of_round(round) < num_items; ++round) {
     for (int pass = 0; pass < P::kPasses; ++pass) {
       mbarrier_wait(at.full + 8 * ring.stage, ring.parity);

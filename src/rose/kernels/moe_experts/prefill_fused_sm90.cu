@@ -67,28 +67,26 @@ fused::Problem problem(const float* w_scales, const uint8_t* exponents, const in
 // kStages256, kStages128: stages that fit with tiles of 256 and of 128 rows.
 template <bool kGateUp, int kStages256, int kStages128>
 cudaError_t launch_product(const fused::Problem& p, const void* a, const float* a_scales, int a_scales_stride,
-                           const void* w, int rows, int max_tiles, int rows_of_tile, int late, cudaStream_t stream) {
+                           const void* w, int rows, int max_tiles, int rows_of_tile, cudaStream_t stream) {
   using fused::Plan;
   const auto with = [&](auto plan) {
     return fused::launch<decltype(plan)>(p, a, a_scales, a_scales_stride, w, rows, max_tiles, stream);
   };
   if (rows_of_tile == 256 && p.exponents != nullptr) return with(Plan<kGateUp, true, 2, kStages256>{});
   if (rows_of_tile == 256) return with(Plan<kGateUp, false, 2, kStages256>{});
-  if (rows_of_tile == 128 && p.exponents == nullptr) {
-    return late ? with(Plan<kGateUp, false, 1, kStages128, true>{}) : with(Plan<kGateUp, false, 1, kStages128>{});
-  }
+  if (rows_of_tile == 128 && p.exponents == nullptr) return with(Plan<kGateUp, false, 1, kStages128>{});
   return cudaErrorInvalidValue;
 }
 
 }  // namespace
 
-// rows_of_tile: 256 or 128 (E4M3 only); late: the second consumer starts later (128 only).
+// rows_of_tile: 256 or 128 (E4M3 only).
 extern "C" int launch_gate_up(const void* a, const float* a_scales, int a_scales_stride, int rows, const void* w,
                               const float* w_scales, const uint8_t* exponents, const int* tile_exponents,
                               const void* bias, int bias_is_bf16, const int* starts, const int* tiles,
                               const int* expert_of_tile, int max_tiles, int experts, int n, int k, uint8_t* hidden,
                               float* hidden_scales, int hidden_scales_stride, float alpha, float limit,
-                              int rows_of_tile, int late, cudaStream_t stream) {
+                              int rows_of_tile, cudaStream_t stream) {
   fused::Problem p = problem(w_scales, exponents, tile_exponents, bias, bias_is_bf16, starts, tiles, expert_of_tile,
                              experts, n, k);
   p.hidden = hidden;
@@ -96,16 +94,16 @@ extern "C" int launch_gate_up(const void* a, const float* a_scales, int a_scales
   p.scales_stride = hidden_scales_stride;
   p.alpha = alpha;
   p.limit = limit;
-  return launch_product<true, 3, 4>(p, a, a_scales, a_scales_stride, w, rows, max_tiles, rows_of_tile, late, stream);
+  return launch_product<true, 3, 4>(p, a, a_scales, a_scales_stride, w, rows, max_tiles, rows_of_tile, stream);
 }
 
 extern "C" int launch_down(const void* a, const float* a_scales, int a_scales_stride, int rows, const void* w,
                            const float* w_scales, const uint8_t* exponents, const int* tile_exponents,
                            const void* bias, int bias_is_bf16, const int* starts, const int* tiles,
                            const int* expert_of_tile, int max_tiles, int experts, int n, int k, __nv_bfloat16* y,
-                           int rows_of_tile, int late, cudaStream_t stream) {
+                           int rows_of_tile, cudaStream_t stream) {
   fused::Problem p = problem(w_scales, exponents, tile_exponents, bias, bias_is_bf16, starts, tiles, expert_of_tile,
                              experts, n, k);
   p.y = y;
-  return launch_product<false, 4, 4>(p, a, a_scales, a_scales_stride, w, rows, max_tiles, rows_of_tile, late, stream);
+  return launch_product<false, 4, 4>(p, a, a_scales, a_scales_stride, w, rows, max_tiles, rows_of_tile, stream);
 }
