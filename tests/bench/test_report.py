@@ -127,6 +127,7 @@ def test_load_mixed_and_kernel_lines_have_tables(tmp_path):
     }
     load = {**LINE, "bench": "load", "input_tokens": 1024, "output_tokens": 512, "in_flight": 8,
             "output_tokens_per_s": 2000.0, "timed": "whole requests", **times}  # fmt: skip
+    on_cpu = {**load, "device": "cpu", "output_tokens_per_s": 40.0}
     cut = {**load, "output_tokens_per_s": 9.0, "timed": "what was seen, 20 s at most"}
     mixed = {**LINE, "bench": "mixed", "batch": 32, "context": 1024, "prompt_tokens": 32768,
              "quiet_ms": 6.0, "p99": 123.4, "prompt_ms": 1500.0}  # fmt: skip
@@ -145,10 +146,14 @@ def test_load_mixed_and_kernel_lines_have_tables(tmp_path):
         "tokens": 8192,
         "tokens_per_s": 154880.0,
     }
-    lines = (load, cut, mixed, slower, kernel, many, accuracy, foreign)
+    lines = (load, on_cpu, cut, mixed, slower, kernel, many, accuracy, foreign)
     text = markdown(_read(tmp_path, *lines), TARGETS)
     assert (
-        "| 20b | 1024 / 512 | 8 | 2000 | 50 (90) | 4.00 (7.50) | 0.417 | whole requests |" in text
+        "| 20b | NVIDIA H200 | 1024 / 512 | 8 | 2000 | 50 (90) | 4.00 (7.50) | 0.417 | whole requests |"
+        in text
+    )
+    assert (
+        "| 20b | cpu | 1024 / 512 | 8 | 40 | 50 (90) | 4.00 (7.50) | - | whole requests |" in text
     )
     assert "| 92.593 | what was seen, 20 s at most |" in text, "a line of its own"
     assert "| 20b | 32 x 1024 | 32768 | 6.0 | 0.1 | 123.4 | 1.50 |" in text
@@ -175,11 +180,13 @@ def test_costs_are_those_that_the_seed_published():
 
 def test_costs_of_lines_know_their_kind_and_gpus():
     assert line_cost(LINE)[0] == "input"
-    decode = {"bench": "decode", "median": 10.0, "batch": 100, "context": 1, "tp": 4, "dp": 2}
+    decode = {"bench": "decode", "median": 10.0, "batch": 100, "context": 1, "tp": 4, "dp": 2,
+              "device": "NVIDIA H200"}  # fmt: skip
     kind, cost = line_cost(decode)
     assert kind == "output"
     assert cost == pytest.approx(10e-3 * 8 * 3 / 3600 / 100 * 1e6)
-    assert line_cost({"bench": "start"}) is None
+    assert line_cost({"bench": "start", "device": "NVIDIA H200"}) is None
+    assert line_cost({**decode, "device": "cpu"}) is None, "what a CPU costs is not known"
     assert decode_points([(100, 10.0)], 3.0)[0][:2] == (100.0, pytest.approx(cost / 8))
 
 

@@ -58,6 +58,17 @@ def test_cost_of_result_files_names_what_was_not_taken(tmp_path, capsys):
     assert "no H200" in told.err
 
 
+def test_what_has_no_price_is_said_and_not_priced(tmp_path, capsys):
+    path = tmp_path / "r.jsonl"
+    line = {"bench": "load", "model": "tiny", "input_tokens": 20, "output_tokens": 40, "in_flight": 2,
+            "timed": "whole requests", "output_tokens_per_s": 100.0, "device": "cpu"}  # fmt: skip
+    path.write_text(json.dumps(line))
+    assert run(["cost", str(path)]) == 0
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err == "not priced: tiny load 20/40, 2 in flight: device 'cpu' is no H200\n"
+
+
 TINY = ["--size", "tiny", "--device", "cpu", "--layers", "1", "--kv-tokens", "4096"]
 
 

@@ -6,6 +6,13 @@ from typing import Any
 
 PRICE = 3.0
 """US dollars for one H200 for one hour, the price of the seed's published figures."""
+PRICED_DEVICE = "H200"
+"""In the names of devices that have this price; what others cost is not known."""
+
+
+def is_priced(line: dict[str, Any]) -> bool:
+    """Whether a result line comes from the device that the price is of."""
+    return PRICED_DEVICE in str(line.get("device"))
 
 
 def usd_per_million(*, seconds: float, tokens: float, gpus: int = 1, price: float = PRICE) -> float:
@@ -17,7 +24,9 @@ def usd_per_million(*, seconds: float, tokens: float, gpus: int = 1, price: floa
 
 
 def line_cost(line: dict[str, Any], *, price: float = PRICE) -> tuple[str, float] | None:
-    """Return what kind of tokens a result line made and what a million cost; None for other benches."""
+    """Return what kind of tokens a result line made and what a million cost; None for other benches and devices."""
+    if not is_priced(line):
+        return None
     gpus = line.get("gpus") or line.get("tp", 1) * line.get("dp", 1)
     bench, common = line.get("bench"), {"gpus": gpus, "price": price}
     if bench == "prefill":

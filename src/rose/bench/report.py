@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rose.bench.cost import PRICE, line_cost
+from rose.bench.cost import PRICE, is_priced, line_cost
 from rose.bench.ratios import ratios
 from rose.bench.results import Line, Results
 from rose.bench.targets import FIELDS, Cell, Targets
@@ -184,20 +184,27 @@ def _load(results: Results, price: float) -> list[str]:
     rows = []
     for x in sorted(lines, key=lambda x: (x["model"], x["input_tokens"], x["in_flight"])):
         made = line_cost(x, price=price)
-        assert made is not None, "load lines have a cost"
         rows.append(
             [
                 x["model"],
+                x["device"],
                 f"{x['input_tokens']} / {x['output_tokens']}",
                 str(x["in_flight"]),
                 f"{x['output_tokens_per_s']:.0f}",
                 f"{x['first_token_ms']:.0f} ({x['first_token_ms_p99']:.0f})",
                 f"{x['token_ms']:.2f} ({x['token_ms_p99']:.2f})",
-                f"{made[1]:.3f}",
+                f"{made[1]:.3f}" if made else "-",
                 x["timed"],
             ]
         )
-    heads = ["model", "tokens in / out", "in flight", "output tokens/s", "first token, ms (p99)"]
+    heads = [
+        "model",
+        "device",
+        "tokens in / out",
+        "in flight",
+        "output tokens/s",
+        "first token, ms (p99)",
+    ]
     heads += ["per token, ms (p99)", f"USD per M output at {price:g}/h", "timed"]
     return ["## Closed loop", table(heads, rows)]
 
@@ -269,7 +276,7 @@ def _kernels(results: Results) -> list[str]:
     """One row for each case: the fastest implementation, and how much slower the others were."""
     cases: dict[tuple[str, str], list[Line]] = {}
     for x in results.others.get("kernel", []):
-        if "H200" in x["device"]:
+        if is_priced(x):
             cases.setdefault((x["operation"], x["case"]), []).append(x)
     rows = []
     for (operation, case), lines in cases.items():

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rose.bench.cost import PRICED_DEVICE, is_priced
 from rose.bench.targets import FIELDS, Key, key
 from rose.utils.errors import RoseError
 
@@ -42,8 +43,8 @@ class Results:
 def faults(line: Line) -> list[str]:
     """Return why a prefill, decode or start line cannot count."""
     found = [f"no {name}" for name in ORIGIN if name not in line]
-    if "H200" not in line.get("device", ""):
-        found.append(f"device {line.get('device')!r} is no H200")
+    if not is_priced(line):
+        found.append(f"device {line.get('device')!r} is no {PRICED_DEVICE}")
     if "dirty" in line.get("commit", ""):
         found.append("the source differed from its commit")
     if line["bench"] != "start":

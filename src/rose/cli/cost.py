@@ -47,7 +47,7 @@ def cost(
 
 
 def _of_files(files: tuple[Path, ...], price: float) -> None:
-    from rose.bench.cost import line_cost
+    from rose.bench.cost import PRICED_DEVICE, is_priced, line_cost
     from rose.bench.report import line_words
     from rose.bench.results import read
 
@@ -63,6 +63,11 @@ def _of_files(files: tuple[Path, ...], price: float) -> None:
             kind, dollars = made
             click.echo(
                 f"{line['model']:>5}  {name:40} {dollars:9.4f} USD per million {kind} tokens"
+            )
+        elif not is_priced(line):
+            click.echo(
+                f"not priced: {line['model']} {name}: device {line.get('device')!r} is no {PRICED_DEVICE}",
+                err=True,
             )
     for text in results.refused:
         click.echo(f"not taken: {text}", err=True)
