@@ -13,7 +13,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from moe_model import compiled, drawn, launch, spread, table_of
+from moe_model import compiled, drawn, launch, poisoned_rows, spread, table_of
 
 from rose.kernels import build
 from rose.kernels.moe_experts import cuda_fused
@@ -21,7 +21,6 @@ from rose.kernels.moe_experts.mxfp4_tiles import tiled
 from rose.kernels.moe_experts.reference import swiglu
 from rose.kernels.weights import ExpertWeights
 from rose.quant.fp8 import from_mxfp4
-from rose.utils.math import ceil_div, round_up
 
 pytestmark = pytest.mark.skipif(
     build.find_nvcc() is None or shutil.which("g++") is None, reason="needs nvcc's headers and g++"
@@ -51,22 +50,17 @@ def experts(
         )  # fmt: skip
     up, down, _ = cuda_fused.matrices(tiled(plain) if weight == "mxfp4" else weights)
     table = table_of(counts, block_m)
-    rows, padded = x_RD.shape[0], round_up(x_RD.shape[0], 4)
-
-    def empty(columns: int) -> tuple[Tensor, Tensor]:
-        values = torch.full((rows, columns), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
-        return values, torch.full((ceil_div(columns, 128), padded), torch.nan)
-
-    values_RD, scales = empty(hidden)
-    hidden_RI, hidden_scales = empty(inner)
+    rows = x_RD.shape[0]
+    values_RD, scales = poisoned_rows(rows, hidden)
+    hidden_RI, hidden_scales = poisoned_rows(rows, inner)
     y_RD = torch.full((rows, hidden), torch.nan, dtype=torch.bfloat16)
     problem = launch(
         library, "cuda_fused", "launch_quantize", x_RD.data_ptr(), table.row_TK.data_ptr(), values_RD.data_ptr(),
-        scales.data_ptr(), rows, hidden, 1, padded,
+        scales.data_ptr(), rows, hidden, 1, scales.stride(0),
     ) or launch(
         library, "cuda_fused", "launch_gate_up",
         *cuda_fused._operands(values_RD, scales, table, up, plain.gate_up_bias_EF),
-        hidden_RI.data_ptr(), hidden_scales.data_ptr(), padded, 1.702, 7.0, block_m,
+        hidden_RI.data_ptr(), hidden_scales.data_ptr(), hidden_scales.stride(0), 1.702, 7.0, block_m,
     ) or launch(
         library, "cuda_fused", "launch_down",
         *cuda_fused._operands(hidden_RI, hidden_scales, table, down, plain.down_bias_ED),

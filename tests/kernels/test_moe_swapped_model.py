@@ -14,7 +14,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from moe_model import compiled, drawn, launch, spread, table_of
+from moe_model import compiled, drawn, launch, poisoned_rows, spread, table_of
 
 from rose.kernels import build
 from rose.kernels.formats import MXFP4, FormattedTensor
@@ -22,7 +22,6 @@ from rose.kernels.moe_experts import cuda_swapped
 from rose.kernels.moe_experts.reference import swiglu
 from rose.kernels.moe_experts.swapped_tables import with_offsets
 from rose.kernels.weights import ExpertWeights
-from rose.utils.math import ceil_div, round_up
 
 pytestmark = pytest.mark.skipif(
     build.find_nvcc() is None or shutil.which("g++") is None, reason="needs nvcc's headers and g++"
@@ -49,22 +48,17 @@ def experts(
     plain = weights or plain
     made = with_offsets(plain)
     table = table_of(counts, cuda_swapped.ROWS)
-    rows, padded = x_RD.shape[0], round_up(x_RD.shape[0], 4)
-
-    def empty(columns: int) -> tuple[Tensor, Tensor]:
-        values = torch.full((rows, columns), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
-        return values, torch.full((ceil_div(columns, 128), padded), torch.nan)
-
-    values_RD, scales = empty(hidden)
-    hidden_RI, hidden_scales = empty(inner)
+    rows = x_RD.shape[0]
+    values_RD, scales = poisoned_rows(rows, hidden)
+    hidden_RI, hidden_scales = poisoned_rows(rows, inner)
     y_RD = torch.full((rows, hidden), torch.nan, dtype=torch.bfloat16)
     problem = launch(
         library, "cuda_swapped", "launch_quantize_turned", x_RD.data_ptr(), table.row_TK.data_ptr(),
-        values_RD.data_ptr(), scales.data_ptr(), rows, hidden, 1, padded,
+        values_RD.data_ptr(), scales.data_ptr(), rows, hidden, 1, scales.stride(0),
     ) or launch(
         library, "cuda_swapped", "launch_swapped_gate_up",
         *cuda_swapped.operands(values_RD, scales, table, made.gate_up, plain.gate_up_bias_EF),
-        hidden_RI.data_ptr(), hidden_scales.data_ptr(), padded, 1.702, 7.0,
+        hidden_RI.data_ptr(), hidden_scales.data_ptr(), hidden_scales.stride(0), 1.702, 7.0,
     ) or launch(
         library, "cuda_swapped", "launch_swapped_down",
         *cuda_swapped.operands(hidden_RI, hidden_scales, table, made.down, plain.down_bias_ED),

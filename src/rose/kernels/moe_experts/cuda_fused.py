@@ -83,6 +83,17 @@ def _sizes(matrix: FormattedTensor) -> tuple[int, int, int]:
     return experts, rows, columns
 
 
+def quantised_rows(like: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Allocate activations as the products read them, beside `like`; uninitialised.
+
+    Returns  values e4m3 [R, C]; scales float32 [groups of 128, R rounded up to 4]: TMA takes strides of 16 bytes
+    """
+    assert X_GROUP == HIDDEN_GROUP, "both products read scales of 128 columns"
+    values_RC = like.new_empty(rows, columns, dtype=torch.float8_e4m3fn)
+    groups = ceil_div(columns, X_GROUP)
+    return values_RC, like.new_empty(groups, round_up(rows, 4), dtype=torch.float32)
+
+
 class FusedLibrary:
     """The launchers of prefill_fused_sm90.cu on torch tensors."""
 
@@ -115,9 +126,7 @@ class FusedLibrary:
         Returns  values e4m3 [R, D]; scales float32 [groups, R rounded up to 4]
         """
         tokens, columns = x_TD.shape
-        rows = table.row_TK.numel()
-        values_RD = x_TD.new_empty(rows, columns, dtype=torch.float8_e4m3fn)
-        scales = x_TD.new_empty(ceil_div(columns, X_GROUP), round_up(rows, 4), dtype=torch.float32)
+        values_RD, scales = quantised_rows(x_TD, table.row_TK.numel(), columns)
         self._quantize(
             x_TD.data_ptr(), table.row_TK.data_ptr(), values_RD.data_ptr(), scales.data_ptr(),
             tokens, columns, table.row_TK.shape[1], scales.stride(0), _stream(),
@@ -132,11 +141,7 @@ class FusedLibrary:
 
         Returns  values e4m3 [R, I]; scales float32 [groups, R rounded up to 4]
         """
-        wide = matrix.shape[1]
-        rows = x_RD.shape[0]
-        out_RI = x_RD.new_empty(rows, wide // 2)
-        groups = ceil_div(wide // 2, HIDDEN_GROUP)
-        out_scales = x_RD.new_empty(groups, round_up(rows, 4), dtype=torch.float32)
+        out_RI, out_scales = quantised_rows(x_RD, x_RD.shape[0], matrix.shape[1] // 2)
         self._gate_up(
             *_operands(x_RD, x_scales, table, matrix, bias_EF),
             out_RI.data_ptr(), out_scales.data_ptr(), out_scales.stride(0), alpha, limit,
@@ -216,7 +221,6 @@ def run_experts(
 def _operands(
     a_RC: Tensor, a_scales: Tensor, table: RowTable, matrix: Matrix, bias_EN: Tensor
 ) -> tuple[int | None, ...]:
-    assert X_GROUP == HIDDEN_GROUP, "both products read scales of 128 columns"
     return (
         a_RC.data_ptr(), a_scales.data_ptr(), a_scales.stride(0), a_RC.shape[0],
         matrix.values.data_ptr(), matrix.scales.data_ptr(),

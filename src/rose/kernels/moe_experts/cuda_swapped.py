@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from rose.kernels.build import CudaLibrary
-from rose.kernels.moe_experts.cuda_fused import HIDDEN_GROUP, X_GROUP, FusedLibrary
+from rose.kernels.moe_experts.cuda_fused import FusedLibrary, quantised_rows
 from rose.kernels.moe_experts.rows import RowTable
 from rose.kernels.moe_experts.swapped_tables import OffsetExperts, OffsetMatrix
-from rose.utils.math import ceil_div, round_up
 
 ROWS = 128
 """Tokens of a tile at most."""
@@ -43,9 +42,7 @@ class SwappedLibrary:
     def quantize_rows(self, x_TD: Tensor, table: RowTable) -> tuple[Tensor, Tensor]:
         """As FusedLibrary's, columns in the order that the products read."""
         tokens, columns = x_TD.shape
-        rows = table.row_TK.numel()
-        values_RD = x_TD.new_empty(rows, columns, dtype=torch.float8_e4m3fn)
-        scales = x_TD.new_empty(ceil_div(columns, X_GROUP), round_up(rows, 4), dtype=torch.float32)
+        values_RD, scales = quantised_rows(x_TD, table.row_TK.numel(), columns)
         self._quantize(
             x_TD.data_ptr(), table.row_TK.data_ptr(), values_RD.data_ptr(), scales.data_ptr(),
             tokens, columns, table.row_TK.shape[1], scales.stride(0), _stream(),
@@ -60,10 +57,7 @@ class SwappedLibrary:
 
         Returns  values e4m3 [R, I]; scales float32 [groups, R rounded up to 4]
         """
-        inner, rows = matrix.shape[1] // 2, x_RD.shape[0]
-        out_RI = x_RD.new_empty(rows, inner)
-        groups = ceil_div(inner, HIDDEN_GROUP)
-        out_scales = x_RD.new_empty(groups, round_up(rows, 4), dtype=torch.float32)
+        out_RI, out_scales = quantised_rows(x_RD, x_RD.shape[0], matrix.shape[1] // 2)
         self._gate_up(
             *operands(x_RD, x_scales, table, matrix, bias_EF),
             out_RI.data_ptr(), out_scales.data_ptr(), out_scales.stride(0), alpha, limit,
