@@ -162,7 +162,7 @@ def product_steps(
     alpha, limit = arguments["swiglu_alpha"], arguments["swiglu_limit"]
     starts = table.starts_E1.tolist()
     count = starts[-1]
-    kept: dict[str, Any] = {}
+    kept: dict[str, tuple[Tensor, Tensor]] = {}
 
     def gate_up() -> list[str | None]:
         options = {"bias_EF": plain.gate_up_bias_EF, "alpha": alpha, "limit": limit}
@@ -316,7 +316,7 @@ def stages_of(arguments: dict[str, Any], block_m: int) -> dict[str, Callable[[],
     table = table_of(arguments["expert_ids_TK"], up.shape[0], block_m)
     rows = cuda_fused.FusedLibrary().quantize_rows(arguments["x_TD"], table)
 
-    def gate_up() -> Any:
+    def gate_up() -> tuple[Tensor, Tensor]:
         return library.gate_up(
             *rows,
             table,
