@@ -146,7 +146,15 @@ def test_load_mixed_and_kernel_lines_have_tables(tmp_path):
         "tokens": 8192,
         "tokens_per_s": 154880.0,
     }
-    lines = (load, on_cpu, cut, mixed, slower, kernel, many, accuracy, foreign)
+    grown = {
+        "allocated_bytes": 0,
+        "reserved_bytes": 2097152,
+        "taken_bytes": 0,
+        "resident_bytes": -524288,
+    }
+    growth = {**LINE, "bench": "growth", "steps": 1000, "batch": 32, "prompt_tokens": 1024,
+              "output_tokens": 128, "requests": 248, "grown": grown}  # fmt: skip
+    lines = (growth, load, on_cpu, cut, mixed, slower, kernel, many, accuracy, foreign)
     text = markdown(_read(tmp_path, *lines), TARGETS)
     assert (
         "| 20b | NVIDIA H200 | 1024 / 512 | 8 | 2000 | 50 (90) | 4.00 (7.50) | 0.417 | whole requests |"
@@ -159,6 +167,7 @@ def test_load_mixed_and_kernel_lines_have_tables(tmp_path):
     assert "| 20b | 32 x 1024 | 32768 | 6.0 | 0.1 | 123.4 | 1.50 |" in text
     assert "| gemm | qkv_1 | torch | 12.5 | - | 50% | 3 | 2.00 | triton 2.0x |" in text
     assert "| 20b | 2 layers, 4096 tokens | 0.5 | - | 0.3 | 0.25 | 0.1 | 0.50 | 0.25 |" in text
+    assert "| 20b | 1000 | 32 | 248 | 0.0 | 2.0 | 0.0 | -0.5 |" in text
     assert "1 left aside" in text
     assert "| 20b | 128 x 8192 | 154880 | 77440 | 2.00 |" in text
 

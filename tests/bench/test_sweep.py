@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import mmap
 
 import pytest
 import torch
 
 from rose.bench import sweep
 from rose.bench.fit import CellError, refusal
+from rose.bench.growth import Held, growth
 from rose.bench.load import closed_loop, mixed
 from rose.bench.profile import KernelTime, text
 from rose.bench.progress import BenchProgress
 from rose.bench.record import Origin, percentile
+from rose.bench.run import run_parts
 from rose.bench.session import Session
 from rose.bench.sweep import (
     PromptSource,
@@ -145,6 +148,64 @@ def test_pages_of_made_up_kv_hold_numbers_that_differ(session):
     for pages in session.engine.decoder.runner.kv_pages:
         assert pages.float().std() == pytest.approx(1.0, abs=0.05)
         assert not torch.equal(pages[0], pages[1])
+
+
+def test_made_up_kv_is_made_once_and_its_cells_are_no_cells_of_the_score_table(
+    session, monkeypatch
+):
+    monkeypatch.setattr(session, "profile", None)
+    session.decode(1, 100, 1, is_filled=True)
+    line = json.loads(session.path.read_text().splitlines()[-1])
+    assert line["bench"] == "decode_filled"
+    assert line["timed"].endswith(", KV made up")
+    assert line["in_order"] == [round(line["median"], 4)]
+    monkeypatch.setattr(sweep, "randomise_kv", None)  # not called again
+    session.make_up_kv()
+
+
+def test_growth_shows_what_each_step_keeps(session, monkeypatch):
+    engine, kept, step = session.engine, [], session.engine.step
+
+    def leaking():
+        kept.append(mmap.mmap(-1, 1 << 20))  # from the system: the heap has room from earlier tests
+        kept[-1].write(b"x" * (1 << 20))
+        return step()
+
+    sizes = {"steps": 40, "batch": 2, "prompt_tokens": 64, "output_tokens": 8}
+    result = growth(engine, session.prompts, **sizes)
+    assert len(result.step_ms) == 40
+    # Two sequences of nine steps each (prompt and eight tokens), for forty steps.
+    assert 8 <= result.num_requests <= 10
+    assert not engine.has_work
+    grown = result.after.less(result.before)
+    assert (grown.allocated, grown.reserved, grown.taken) == (0, 0, 0)  # no device
+    assert result.before.resident > 50 << 20  # torch alone takes more
+    monkeypatch.setattr(engine, "step", leaking)
+    leaked = growth(engine, session.prompts, **sizes)
+    grown = leaked.after.less(leaked.before).resident
+    assert 40 << 20 <= grown < 48 << 20
+
+
+def test_what_is_held_is_named_in_bytes():
+    held = Held(allocated=1, reserved=2, taken=3, resident=4)
+    assert held.words() == {
+        "allocated_bytes": 1, "reserved_bytes": 2, "taken_bytes": 3, "resident_bytes": 4
+    }  # fmt: skip
+    assert held.less(held) == Held(allocated=0, reserved=0, taken=0, resident=0)
+
+
+def _sized(**changes):
+    return {"size": "tiny", "weights": "mxfp4", "device": "cpu", "layers": 1, "kv_tokens": 2048} | changes  # fmt: skip
+
+
+def test_no_cell_begins_after_its_time_and_the_status_says_so(capsys):
+    cell = Session.prefill
+    parts = [[lambda session: cell(session, 20, 1), lambda session: cell(session, 200_000, 1)]]
+    assert run_parts(parts, **_sized(until=1e-6)) == 1
+    told = capsys.readouterr().out.replace("\n", " ")
+    assert "prefill 20: " in told
+    assert "none begins after 1e-06 (--until)" in told
+    assert "prefill 200000: 200001 tokens, the context length is 131072" in told
 
 
 def test_closed_loop_ends_in_time_and_times_what_it_saw(session):

@@ -98,3 +98,32 @@ def test_many_prompts_are_measured_from_the_command_line(tmp_path, capsys):
     (line,) = [json.loads(text) for text in path.read_text().splitlines()]
     assert line["tokens_per_s"] == pytest.approx(90 / line["median"], rel=1e-3)
     assert "left out: prefill 3 prompts of 200000" in capsys.readouterr().out
+
+
+def test_a_sweep_measures_its_parts_on_one_engine(tmp_path, capsys):
+    path = tmp_path / "r.jsonl"
+    arguments = ["bench", "sweep", "--size", "tiny", "--device", "cpu", "--layers", "1"]
+    arguments += ["--kv-tokens", "4096", "--json", str(path)]
+    arguments += ["decode", "--batches", "1,2", "--context", "64", "--fill", "--repeats", "1"]
+    arguments += ["prefill", "--tokens", "30", "--prompts", "2", "--repeats", "1"]
+    arguments += ["mixed", "--batch", "2", "--context", "20", "--prompt-tokens", "600"]
+    arguments += ["--repeats", "1", "growth", "--steps", "20", "--batch", "2"]
+    arguments += ["--prompt-tokens", "16", "--output-tokens", "4"]
+    arguments += ["load", "--input-tokens", "16", "--output-tokens", "8", "--in-flight", "2"]
+    assert run([*arguments, "--rounds", "1"]) == 0
+    told = capsys.readouterr()
+    assert told.err.count("gpt-oss-tiny built") == 1
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    kinds = ["decode_filled", "decode_filled", "prefill_many", "mixed", "growth", "load"]
+    assert [line["bench"] for line in lines] == kinds
+    assert lines[4]["grown"].keys() == lines[4]["before"].keys()
+    assert lines[3]["p99"] >= lines[3]["median"] > 0
+
+
+def test_a_sweep_refuses_what_is_no_part(capsys):
+    assert "No such command 'start'" in _error(capsys, "bench", "sweep", "start")
+    assert "Missing command" in _error(capsys, "bench", "sweep", "--size", "tiny")
+    assert "--fill was asked for without a prefix cache" in _error(
+        capsys, "bench", "sweep", "--device", "cpu", "--layers", "1", "--kv-tokens", "2048",
+        "--no-prefix-cache", "decode", "--batches", "1", "--context", "64", "--fill",
+    )  # fmt: skip

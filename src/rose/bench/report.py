@@ -44,6 +44,7 @@ def markdown(
     blocks += _load(results, price)
     blocks += _many(results, targets)
     blocks += _mixed(results)
+    blocks += _growth(results)
     blocks += _options(results, price)
     blocks += _accuracy(results)
     blocks += _kernels(results)
@@ -249,6 +250,30 @@ def _mixed(results: Results) -> list[str]:
         "prompt's first token, s",
     ]
     return ["## Decoding while a long prompt enters", table(heads, rows)] if rows else []
+
+
+def _growth(results: Results) -> list[str]:
+    rows = [
+        [
+            x["model"],
+            str(x["steps"]),
+            str(x["batch"]),
+            str(x["requests"]),
+            *(f"{x['grown'][name] / 2**20:.1f}" for name in
+              ("allocated_bytes", "reserved_bytes", "taken_bytes", "resident_bytes")),
+        ]
+        for x in results.others.get("growth", [])
+    ]  # fmt: skip
+    heads = [
+        "model",
+        "steps",
+        "sequences",
+        "requests that ended",
+        "allocated, MiB",
+        "reserved, MiB",
+    ]
+    heads += ["taken on the device, MiB", "resident on the host, MiB"]
+    return ["## Growth of memory", table(heads, rows)] if rows else []
 
 
 def _accuracy(results: Results) -> list[str]:

@@ -18,6 +18,7 @@ TABLES = {
     "load": ("model", "device", "input_tokens", "output_tokens", "in_flight", "timed"),
     "mixed": ("model", "device", "batch", "context", "prompt_tokens"),
     "prefill_many": ("model", "device", "prompts", "tokens"),
+    "growth": ("model", "device", "steps", "batch", "prompt_tokens", "output_tokens"),
     "kernel": ("operation", "case", "implementation", "device"),
     "accuracy": ("model", "device", "config", "layers", "tokens"),
 }

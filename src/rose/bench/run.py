@@ -1,82 +1,138 @@
-"""What `rose bench` does: build once, measure cells, print a table, append JSON lines."""
+"""What `rose bench` does: build once, measure the parts asked for, print a table, append JSON lines."""
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from rose.bench.growth import growth
 from rose.bench.load import closed_loop, mixed, mixed_tokens
 from rose.bench.progress import BenchProgress
 from rose.bench.record import percentile
 from rose.bench.session import Session
 from rose.bench.sweep import CACHED_REPEATS
 
+Cell = Callable[[Session], None]
+Part = list[Cell]
+"""Cells of one kind, to be measured on an engine that other parts share."""
 
-def run_latency(
+
+def run_parts(parts: Sequence[Part], **options: Any) -> int:
+    """Measure all parts on one engine; return 1 where a cell failed or came too late to begin, else 0."""
+    with BenchProgress().running() as progress:
+        session = Session(progress, **options)
+        cells = [cell for part in parts for cell in part]
+        progress.expect(len(cells))
+        for cell in cells:
+            cell(session)
+    return session.report()
+
+
+def prefill_part(*, tokens: list[int], prompts: int, repeats: int) -> Part:
+    """Return prompt lengths, one prompt at a time or many at once."""
+    if prompts == 1:
+        return [partial(Session.prefill, tokens=n, repeats=repeats) for n in tokens]
+    return [
+        partial(Session.prefill_many, tokens=n, num_prompts=prompts, repeats=repeats)
+        for n in tokens
+    ]
+
+
+def decode_part(
     *,
-    tokens: list[int],
     batches: list[int],
-    contexts: list[int],
-    repeats: int,
-    decode_repeats: int = CACHED_REPEATS,
-    **options: Any,
-) -> int:
-    """Measure prompt lengths, then batch sizes at each context, on one engine."""
-    with BenchProgress().running() as progress:
-        session = Session(progress, **options)
-        progress.expect(len(tokens) + len(batches) * len(contexts))
-        for number in tokens:
-            session.prefill(number, repeats)
-        for context in contexts:
-            for batch in batches:
-                session.decode(batch, context, decode_repeats)
-    return session.report()
+    context: list[int],
+    repeats: int = CACHED_REPEATS,
+    fill: bool = False,
+) -> Part:
+    """Return batch sizes at each context; `fill`: prompts enter the prefix cache without being computed."""
+    return [
+        partial(Session.decode, batch=batch, context=number, repeats=repeats, is_filled=fill)
+        for number in context
+        for batch in batches
+    ]
 
 
-def run_prefill(*, tokens: list[int], num_prompts: int, repeats: int, **options: Any) -> int:
-    """Measure prompt lengths, one prompt at a time or many at once."""
-    if num_prompts == 1:
-        return run_latency(tokens=tokens, batches=[], contexts=[], repeats=repeats, **options)
-    with BenchProgress().running() as progress:
-        session = Session(progress, **options)
-        progress.expect(len(tokens))
-        for number in tokens:
-            session.prefill_many(number, num_prompts, repeats)
-    return session.report()
-
-
-def run_load(
+def load_part(
     *,
     input_tokens: list[int],
     output_tokens: int,
     in_flight: list[int],
     rounds: int,
     seconds: float | None = None,
-    **options: Any,
-) -> int:
-    """Measure the closed loop at each prompt length and number of requests in flight."""
-    with BenchProgress().running() as progress:
-        session = Session(progress, **options)
-        progress.expect(len(input_tokens) * len(in_flight))
-        for length in input_tokens:
-            for number in in_flight:
-                cell = f"load {length}/{output_tokens}, {number} in flight"
-                if session.fits(cell, sequences=number, tokens=length + output_tokens):
-                    with session.measuring(cell):
-                        session.progress.now(cell)
-                        _load(session, number, length, output_tokens, rounds, seconds)
-    return session.report()
+    fill: bool = False,
+) -> Part:
+    """Return the closed loop at each prompt length and number of requests in flight."""
+    return [
+        partial(
+            _load,
+            in_flight=number,
+            input_tokens=length,
+            output_tokens=output_tokens,
+            rounds=rounds,
+            seconds=seconds,
+            is_filled=fill,
+        )
+        for length in input_tokens
+        for number in in_flight
+    ]
+
+
+def mixed_part(*, batch: int, context: int, prompt_tokens: int, repeats: int) -> Part:
+    """Return the token gaps of decoding sequences while a long prompt enters."""
+    return [
+        partial(_mixed, batch=batch, context=context, prompt_tokens=prompt_tokens, repeats=repeats)
+    ]
+
+
+def growth_part(*, steps: int, batch: int, prompt_tokens: int, output_tokens: int) -> Part:
+    """Return the growth of memory over many steps."""
+    return [
+        partial(
+            _growth,
+            steps=steps,
+            batch=batch,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+        )
+    ]
 
 
 def _load(
+    session: Session,
+    *,
+    in_flight: int,
+    input_tokens: int,
+    output_tokens: int,
+    rounds: int,
+    seconds: float | None,
+    is_filled: bool,
+) -> None:
+    cell = f"load {input_tokens}/{output_tokens}, {in_flight} in flight"
+    if not session.fits(cell, sequences=in_flight, tokens=input_tokens + output_tokens):
+        return
+    with session.measuring(cell):
+        if is_filled:
+            session.make_up_kv()
+        session.progress.now(cell)
+        _load_of_fitting(
+            session, in_flight, input_tokens, output_tokens, rounds, seconds, is_filled=is_filled
+        )
+
+
+def _load_of_fitting(
     session: Session,
     in_flight: int,
     input_tokens: int,
     output_tokens: int,
     rounds: int,
     seconds: float | None,
+    *,
+    is_filled: bool,
 ) -> None:
     device, steps = session.engine.model.device, session.engine.counters.num_steps
     held = _held_bytes(device)
@@ -88,7 +144,7 @@ def _load(
         output_tokens=output_tokens,
         requests=in_flight * rounds,
         seconds=seconds,
-        is_filled=session.is_filled,
+        is_filled=is_filled,
         now=session.progress.now if session.progress.is_moving else lambda _text: None,
     )
     first, token = result.first_token_ms, result.token_ms
@@ -96,7 +152,7 @@ def _load(
     session.record(
         "load",
         token,
-        timed=timed + ", first prompts made up" * session.is_filled,
+        timed=timed + ", first prompts made up" * is_filled,
         input_tokens=input_tokens,
         output_tokens=output_tokens,
         in_flight=in_flight,
@@ -122,23 +178,19 @@ def _held_bytes(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-def run_mixed(*, batch: int, context: int, prompt_tokens: int, repeats: int, **options: Any) -> int:
-    """Measure the token gaps of decoding sequences while a long prompt enters."""
-    with BenchProgress().running() as progress:
-        session = Session(progress, **options)
-        progress.expect(1)
-        cell = f"mixed {batch} x {context} with a prompt of {prompt_tokens}"
-        # The prompt takes pages beside the others: counted as if all had the room of the longest.
-        longest = mixed_tokens(session.engine, batch, context, prompt_tokens)
-        if session.fits(cell, sequences=batch + 1, tokens=max(longest, context)) and session.fits(
-            cell, sequences=1, tokens=prompt_tokens + 2
-        ):
-            with session.measuring(cell):
-                _mixed(session, cell, batch, context, prompt_tokens, repeats)
-    return session.report()
+def _mixed(session: Session, *, batch: int, context: int, prompt_tokens: int, repeats: int) -> None:
+    cell = f"mixed {batch} x {context} with a prompt of {prompt_tokens}"
+    # The prompt takes pages beside the others: counted as if all had the room of the longest.
+    longest = mixed_tokens(session.engine, batch, context, prompt_tokens)
+    if not session.fits(cell, sequences=batch + 1, tokens=max(longest, context)):
+        return
+    if not session.fits(cell, sequences=1, tokens=prompt_tokens + 2):
+        return
+    with session.measuring(cell):
+        _mixed_of_fitting(session, cell, batch, context, prompt_tokens, repeats)
 
 
-def _mixed(
+def _mixed_of_fitting(
     session: Session, cell: str, batch: int, context: int, prompt_tokens: int, repeats: int
 ) -> None:
     results = []
@@ -165,3 +217,53 @@ def _mixed(
         quiet_ms=round(statistics.median(r.quiet_ms for r in results[1:]), 4),
         prompt_ms=round(statistics.median(r.prompt_ms for r in results[1:]), 3),
     )
+
+
+def _growth(
+    session: Session, *, steps: int, batch: int, prompt_tokens: int, output_tokens: int
+) -> None:
+    cell = f"growth over {steps} steps of {batch} sequences"
+    if not session.fits(cell, sequences=batch, tokens=prompt_tokens + output_tokens):
+        return
+    with session.measuring(cell):
+        session.progress.now(cell)
+        _growth_of_fitting(session, steps, batch, prompt_tokens, output_tokens)
+
+
+def _growth_of_fitting(
+    session: Session, steps: int, batch: int, prompt_tokens: int, output_tokens: int
+) -> None:
+    result = growth(
+        session.engine,
+        session.prompts,
+        steps=steps,
+        batch=batch,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+    )
+    grown = result.after.less(result.before)
+    session.record(
+        "growth",
+        result.step_ms,
+        steps=steps,
+        batch=batch,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        requests=result.num_requests,
+        before=result.before.words(),
+        grown=grown.words(),
+    )
+    session.progress.say(
+        f"  grown by {grown.allocated} bytes allocated and {grown.reserved} reserved on the device, {grown.taken} "
+        f"taken there by everybody, {grown.resident} resident in this process"
+    )
+
+
+PARTS: dict[str, Callable[..., Part]] = {
+    "prefill": prefill_part,
+    "decode": decode_part,
+    "load": load_part,
+    "mixed": mixed_part,
+    "growth": growth_part,
+}
+"""What `rose bench sweep` puts together, by name."""

@@ -42,6 +42,7 @@ UNITS = {
     "load": "ms",
     "mixed": "ms",
     "prefill_many": "s",
+    "growth": "ms",
 }
 
 
@@ -55,11 +56,12 @@ class Session:
         path: Path | None = None,
         commit: str | None = None,
         profile: Path | None = None,
-        fill: bool = False,
+        until: float | None = None,
         **choices: Any,
     ) -> None:
-        """`choices`: arguments of `setup`; `fill`: prompts that are to be in the prefix cache are not computed."""
+        """`choices`: arguments of `setup`; `until`: seconds from here after which no cell begins."""
         self.progress = progress
+        self._begin, self.until = time.perf_counter(), until
         self.setup: BenchSetup = setup(**choices)
         begin = time.perf_counter()
         self.engine: LLMEngine = build(self.setup, progress.now)
@@ -71,26 +73,40 @@ class Session:
         self.origin = Origin.here(
             device=self.setup.device.name, config=self.setup.name, commit=commit
         )
-        self.path, self.profile, self.is_filled = path, profile, fill
-        if fill:
-            if not self.engine.table.is_caching:
-                raise ConfigError(
-                    "--fill was asked for without a prefix cache to fill; leave out one of --fill and --no-prefix-cache"
-                )
-            progress.now("filling the KV cache with random numbers")
-            randomise_kv(self.engine)
+        self.path, self.profile = path, profile
         self.lines: list[dict[str, Any]] = []
         self.left_out: list[tuple[str, str]] = []
         self.failed: list[tuple[str, str]] = []
         self.distinct_experts = cache(self._distinct_experts)
+        self.make_up_kv = cache(self._make_up_kv)
+
+    def _make_up_kv(self) -> None:
+        """Write random numbers into the KV cache, once, for prompts that enter it without being computed.
+
+        Raises  ConfigError where there is no prefix cache
+        """
+        if not self.engine.table.is_caching:
+            raise ConfigError(
+                "--fill was asked for without a prefix cache to fill; leave out one of --fill and --no-prefix-cache"
+            )
+        self.progress.now("filling the KV cache with random numbers")
+        drain(self.engine)
+        randomise_kv(self.engine)
 
     def fits(self, cell: str, *, sequences: int, tokens: int) -> bool:
-        """Whether a cell can run; one that cannot is said and left out."""
+        """Whether a cell can run; one that cannot is said and left out, one that comes too late has failed."""
         why = refusal(self.engine, sequences=sequences, tokens=tokens)
         if why is not None:
             self.left_out.append((cell, why))
             self.progress.done(f"{cell}: left out: {why}")
-        return why is None
+            return False
+        seconds = time.perf_counter() - self._begin
+        if self.until is not None and seconds > self.until:
+            self._fail(
+                cell, f"{seconds:.0f} s had passed, none begins after {self.until:g} (--until)"
+            )
+            return False
+        return True
 
     @contextmanager
     def measuring(self, cell: str) -> Iterator[None]:
@@ -101,8 +117,11 @@ class Session:
             for request_id in self.engine.running_ids():
                 self.engine.abort(request_id)
             drain(self.engine)
-            self.failed.append((cell, str(error)))
-            self.progress.done(f"{cell}: failed: {error}")
+            self._fail(cell, str(error))
+
+    def _fail(self, cell: str, why: str) -> None:
+        self.failed.append((cell, why))
+        self.progress.done(f"{cell}: failed: {why}")
 
     def record(self, bench: str, samples: list[float], **fields: Any) -> dict[str, Any]:
         """Print and store one cell."""
@@ -161,24 +180,38 @@ class Session:
             tokens_per_s=round(num_prompts * tokens / statistics.median(samples), 1),
         )
 
-    def decode(self, batch: int, context: int, repeats: int = CACHED_REPEATS) -> None:
-        """Measure one batch size at one context; `repeats`: differences taken with the prefix cache on."""
+    def decode(
+        self,
+        batch: int,
+        context: int,
+        repeats: int = CACHED_REPEATS,
+        *,
+        is_filled: bool = False,
+    ) -> None:
+        """Measure one batch size at one context.
+
+        Units  repeats: differences taken with the prefix cache on; is_filled: prompts enter it without being computed
+        """
         cell = f"decode {batch} x {context}"
         tokens = decode_tokens(self.engine, batch, context)
         if not self.fits(cell, sequences=batch, tokens=tokens):
             return
         with self.measuring(cell):
-            self._decode(cell, batch, context, repeats)
+            if is_filled:
+                self.make_up_kv()
+            self._decode(cell, batch, context, repeats, is_filled=is_filled)
 
-    def _decode(self, cell: str, batch: int, context: int, repeats: int) -> None:
+    def _decode(
+        self, cell: str, batch: int, context: int, repeats: int, *, is_filled: bool
+    ) -> None:
         self.progress.now(cell)
         is_cached = self.engine.table.is_caching
         timed = "96 steps after prefill"
         if is_cached:
-            timed = "(t97 - t1) / 96, prompts cached" + ", KV made up" * self.is_filled
+            timed = "(t97 - t1) / 96, prompts cached" + ", KV made up" * is_filled
             samples = cached_decode_milliseconds(
                 self.engine, self.prompts, batch, context,
-                repeats=repeats, is_filled=self.is_filled,
+                repeats=repeats, is_filled=is_filled,
             )  # fmt: skip
         else:
             samples = decode_milliseconds(self.engine, self.prompts, batch, context)
@@ -191,11 +224,12 @@ class Session:
         experts = self.distinct_experts(batch)
         # Made-up KV is no cell of the score table: a line of its own kind cannot take the place of one.
         self.record(
-            "decode_filled" if is_cached and self.is_filled else "decode",
+            "decode_filled" if is_filled else "decode",
             samples,
             batch=batch,
             context=context,
             timed=timed,
+            in_order=[round(sample, 4) for sample in samples],
             distinct_experts=experts,
         )
 
@@ -237,5 +271,6 @@ def cell_name(line: dict[str, Any]) -> str:
         "decode_filled": "decode {batch} x {context}, KV made up",
         "load": "load {input_tokens}/{output_tokens}, {in_flight} in flight, per token",
         "mixed": "mixed {batch} x {context} with a prompt of {prompt_tokens}, token gap",
+        "growth": "{steps} steps of {batch} sequences, a step",
         "start": "start, cached {cached}",
     }[line["bench"]].format(**line)

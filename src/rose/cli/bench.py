@@ -59,15 +59,63 @@ _fill_option = click.option(
 _profile_option = click.option(
     "--profile",
     type=FOLDER,
-    help="Profile one more run of each cell: a trace and a table per kernel in this folder.",
+    help="Profile one more run of each prefill and decode cell: a trace and a table per kernel in this folder.",
 )
+_until_option = click.option(
+    "--until",
+    type=Number(min=0, min_open=True),
+    help="Begin no cell after so many seconds; cells left out so make the exit status 1.",
+)
+_prefill_options = (
+    _list("--tokens", "8192,32768,65536,128000", "Prompt lengths."),
+    _number("--prompts", 1, "Prompts given at once."),
+    _number("--repeats", 3, "Samples per length, after one warm-up of a single prompt."),
+)
+_decode_options = (
+    _list("--batches", "1,2,4,8,16,32,64,128", "Sequences that decode."),
+    _list("--context", "8192,32768", "Tokens of each prompt."),
+    _number("--repeats", 4, "Samples per cell, with the prefix cache."),
+    _fill_option,
+)
+_load_options = (
+    _list("--input-tokens", "1024,8192", "Prompt lengths."),
+    _number("--output-tokens", 1024, "Tokens that each request generates.", least=2),
+    _list("--in-flight", "1,2,4,8,16,32,64,128,256", "Requests that are always running or waiting."),
+    _number("--rounds", 3, "Whole requests to measure, per request in flight."),
+    click.option("--seconds", type=Number(min=0, min_open=True),
+                 help="End a cell after so long, and count what was seen of requests that run on."),
+    _fill_option,
+)  # fmt: skip
+_mixed_options = (
+    _number("--batch", 32, "Sequences that decode."),
+    _number("--context", 1024, "Tokens of their prompts."),
+    _number("--prompt-tokens", 32768, "The prompt that enters."),
+    _number("--repeats", 3, "Prompts, after one warm-up."),
+)
+_growth_options = (
+    _number("--steps", 1000, "Steps between the two looks."),
+    _number("--batch", 32, "Requests that are always running."),
+    _number("--prompt-tokens", 1024, "Tokens of each prompt."),
+    _number("--output-tokens", 128, "Tokens that each request generates."),
+)
+_PARTS = {
+    "prefill": ("Time to the first token of an unseen prompt.", _prefill_options),
+    "decode": ("Time per step with the whole batch decoding.", _decode_options),
+    "load": ("Closed loop of requests: throughput and times.", _load_options),
+    "mixed": ("Token gaps while a long prompt enters.", _mixed_options),
+    "growth": ("Memory before and after many steps.", _growth_options),
+}
+"""What one engine can be measured by, alone or one after the other in `sweep`: name -> words, options."""
+
+
+def _errors(command: Any) -> Any:
+    from rose.config.engine import EngineConfig
+
+    return flags_in_errors(EngineConfig)(command)
 
 
 def _engine(command: Any) -> Any:
-    from rose.config.engine import EngineConfig
-
-    command = flags_in_errors(EngineConfig)(command)
-    return _add(command, (*_setup_options, *_record_options))
+    return _add(_errors(command), (*_setup_options, *_record_options))
 
 
 def _records(command: Any) -> Any:
@@ -79,33 +127,34 @@ def bench() -> None:
     """Measure this machine; every line tells how to repeat it."""
 
 
-@bench.command(short_help="Time to the first token of an unseen prompt.")
-@_list("--tokens", "8192,32768,65536,128000", "Prompt lengths.")
-@_number("--prompts", 1, "Prompts given at once.")
-@_number("--repeats", 3, "Samples per length, after one warm-up of a single prompt.")
-@_engine
-@_profile_option
+def _alone(name: str, *more: Any) -> Any:
+    """Decorate the command that measures one part on an engine of its own; `more`: further options."""
+    words, options = _PARTS[name]
+
+    def decorate(command: Any) -> Any:
+        command = _add(_engine(command), (*options, _until_option, *more))
+        return bench.command(name, short_help=words)(command)
+
+    return decorate
+
+
+@_alone("prefill", _profile_option)
 def prefill(tokens: list[int], prompts: int, repeats: int, **options: Any) -> int:
     """Time from submission of an unseen prompt to its first token; or tokens/s of many prompts."""
-    from rose.bench.run import run_prefill
+    from rose.bench.run import prefill_part, run_parts
 
-    return run_prefill(tokens=tokens, num_prompts=prompts, repeats=repeats, **options)
+    return run_parts([prefill_part(tokens=tokens, prompts=prompts, repeats=repeats)], **options)
 
 
-@bench.command(short_help="Time per step with the whole batch decoding.")
-@_list("--batches", "1,2,4,8,16,32,64,128", "Sequences that decode.")
-@_list("--context", "8192,32768", "Tokens of each prompt.")
-@_number("--repeats", 4, "Samples per cell, with the prefix cache.")
-@_engine
-@_fill_option
-@_profile_option
-def decode(batches: list[int], context: list[int], repeats: int, **options: Any) -> int:
+@_alone("decode", _profile_option)
+def decode(
+    batches: list[int], context: list[int], repeats: int, *, fill: bool, **options: Any
+) -> int:
     """Time per step with the whole batch decoding at temperature 1."""
-    from rose.bench.run import run_latency
+    from rose.bench.run import decode_part, run_parts
 
-    return run_latency(
-        tokens=[], batches=batches, contexts=context, repeats=0, decode_repeats=repeats, **options
-    )
+    part = decode_part(batches=batches, context=context, repeats=repeats, fill=fill)
+    return run_parts([part], **options)
 
 
 @bench.command(short_help="Prefill and decode on one engine: the score table.")
@@ -114,62 +163,93 @@ def decode(batches: list[int], context: list[int], repeats: int, **options: Any)
 @_list("--context", "8192", "Tokens of each prompt that decodes.")
 @_number("--repeats", 3, "Samples per prompt length, after one warm-up.")
 @_engine
+@_until_option
 @_profile_option
 def latency(
     tokens: list[int], batches: list[int], context: list[int], repeats: int, **options: Any
 ) -> int:
     """Run prefill and decode on one engine: the cells of the score table, one resident set of weights."""
-    from rose.bench.run import run_latency
+    from rose.bench.run import decode_part, prefill_part, run_parts
 
-    return run_latency(tokens=tokens, batches=batches, contexts=context, repeats=repeats, **options)
+    prompts = prefill_part(tokens=tokens, prompts=1, repeats=repeats)
+    return run_parts([prompts, decode_part(batches=batches, context=context)], **options)
 
 
-@bench.command(short_help="Closed loop of requests: throughput and times.")
-@_list("--input-tokens", "1024,8192", "Prompt lengths.")
-@_number("--output-tokens", 1024, "Tokens that each request generates.", least=2)
-@_list("--in-flight", "1,2,4,8,16,32,64,128,256", "Requests that are always running or waiting.")
-@_number("--rounds", 3, "Whole requests to measure, per request in flight.")
-@click.option(
-    "--seconds",
-    type=Number(min=0, min_open=True),
-    help="End a cell after so long, and count what was seen of requests that run on.",
-)
-@_engine
-@_fill_option
+@_alone("load")
 def load(
     input_tokens: list[int],
     output_tokens: int,
     in_flight: list[int],
     rounds: int,
     seconds: float | None,
+    *,
+    fill: bool,
     **options: Any,
 ) -> int:
     """Closed loop: output tokens/s, time to first token, time per token."""
-    from rose.bench.run import run_load
+    from rose.bench.run import load_part, run_parts
 
-    return run_load(
+    part = load_part(
         input_tokens=input_tokens,
         output_tokens=output_tokens,
         in_flight=in_flight,
         rounds=rounds,
         seconds=seconds,
-        **options,
+        fill=fill,
     )
+    return run_parts([part], **options)
 
 
-@bench.command(short_help="Token gaps while a long prompt enters.")
-@_number("--batch", 32, "Sequences that decode.")
-@_number("--context", 1024, "Tokens of their prompts.")
-@_number("--prompt-tokens", 32768, "The prompt that enters.")
-@_number("--repeats", 3, "Prompts, after one warm-up.")
-@_engine
+@_alone("mixed")
 def mixed(batch: int, context: int, prompt_tokens: int, repeats: int, **options: Any) -> int:
     """99th percentile of the token gap of decoding sequences while a long prompt enters."""
-    from rose.bench.run import run_mixed
+    from rose.bench.run import mixed_part, run_parts
 
-    return run_mixed(
-        batch=batch, context=context, prompt_tokens=prompt_tokens, repeats=repeats, **options
+    part = mixed_part(batch=batch, context=context, prompt_tokens=prompt_tokens, repeats=repeats)
+    return run_parts([part], **options)
+
+
+@_alone("growth")
+def growth(steps: int, batch: int, prompt_tokens: int, output_tokens: int, **options: Any) -> int:
+    """Memory of the device and of this process, before and after many steps with requests that come and go."""
+    from rose.bench.run import growth_part, run_parts
+
+    part = growth_part(
+        steps=steps, batch=batch, prompt_tokens=prompt_tokens, output_tokens=output_tokens
     )
+    return run_parts([part], **options)
+
+
+@bench.group(chain=True, short_help="Several of these on one engine, one after the other.")
+@_engine
+@_until_option
+@_profile_option
+def sweep(**_options: Any) -> None:
+    """Measure parts one after the other on one engine, each with its own options behind its name.
+
+    rose bench sweep --size 20b  decode --batches 1,8 --context 1024  mixed  load --in-flight 1,8
+    """
+
+
+@sweep.result_callback()
+@_errors
+def _measure(parts: list[Any], **options: Any) -> int:
+    from rose.bench.run import run_parts
+
+    return run_parts(parts, **options)
+
+
+def _add_part(name: str, words: str, options: tuple[Any, ...]) -> None:
+    def make(**chosen: Any) -> Any:
+        from rose.bench import run
+
+        return run.PARTS[name](**chosen)
+
+    sweep.command(name, help=words)(_add(make, options))
+
+
+for _name, (_words, _options) in _PARTS.items():
+    _add_part(_name, _words, _options)
 
 
 @bench.command(short_help="Time from a process's start to its first token.")
