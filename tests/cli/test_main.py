@@ -102,6 +102,11 @@ def _group_that_raises(error: Exception) -> click.Group:
             2,
             "error: [Errno 2] No such file: 'x.json'\n",
         ),
+        (
+            NotADirectoryError(20, "Not a directory", "a.txt/x"),
+            2,
+            "error: [Errno 20] Not a directory: 'a.txt/x'\n",
+        ),
         (KeyboardInterrupt(), 130, "interrupted\n"),
         (ModuleNotFoundError("No module", name="torch"), 2, "pip install 'rose-engine[engine]'"),
     ],
@@ -118,6 +123,45 @@ def test_a_missing_module_of_our_own_is_not_hidden(monkeypatch):
     )
     with pytest.raises(ModuleNotFoundError):
         cli_main.run(["fails"])
+
+
+def test_a_system_error_of_no_file_is_not_hidden(monkeypatch):
+    monkeypatch.setattr(cli_main, "cli", _group_that_raises(OSError(12, "Cannot allocate memory")))
+    with pytest.raises(OSError, match="Cannot allocate"):
+        cli_main.run(["fails"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["bench", "report", "FILE"],
+        ["cost", "FILE"],
+        ["chat", "--tools", "FILE"],
+        ["serve", "--scripted", "FILE"],
+        ["serve", "--scripted", "SCRIPT", "--api-key-file", "FILE"],
+        ["serve", "--scripted", "SCRIPT", "--ssl-certfile", "FILE"],
+        ["serve", "--scripted", "SCRIPT", "--response-store", "FILE"],
+        ["serve", "--scripted", "SCRIPT", "FOLDER"],
+        ["inspect", "FOLDER"],
+        ["convert", "FOLDER", "COPY", "--format", "bf16"],
+        ["harmony", "render", "--model", "FOLDER"],
+    ],
+    ids=" ".join,
+)
+def test_files_of_other_kinds_are_refused_by_name(words, tmp_path, capsys):
+    folder = tmp_path / "FOLDER"
+    folder.mkdir()
+    noise = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 40
+    names = ("config.json", "tokenizer.json", "model.safetensors", "model.safetensors.index.json")
+    for path in (tmp_path / "FILE", *(folder / name for name in names)):
+        path.write_bytes(noise)
+    (tmp_path / "SCRIPT").write_text('{"tokens": [1]}')
+    paths = [str(tmp_path / w) if w.isupper() else w for w in words]
+    assert cli_main.run([*paths, *(["--port", "0"] if "serve" in words else [])]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert str(tmp_path / ("FOLDER" if "FOLDER" in words else "FILE")) in error
+    assert len(error.splitlines()) <= 21
 
 
 def _numbers(command, words):

@@ -148,6 +148,10 @@ def test_stored_log_probabilities_are_those_of_the_served_model(right, short_tex
     (tmp_path / logprobs.FILE_NAME).write_text(json.dumps(values))
     with pytest.raises(CheckpointError, match="stored for other tokens"):
         logprobs.compare(tmp_path, model, right.tokenizer)
+    for damaged in (b"\x89PNG", b"[]", b'{"texts": {"english": 3}}'):
+        (tmp_path / logprobs.FILE_NAME).write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"logprobs\.json cannot be read"):
+            logprobs.compare(tmp_path, model, right.tokenizer)
 
 
 @pytest.fixture

@@ -11,8 +11,10 @@ from typing import Any
 from rose.bench.cost import PRICED_DEVICE, is_priced
 from rose.bench.targets import FIELDS, Key, key
 from rose.utils.errors import RoseError
+from rose.utils.text_file import read_text
 
 Line = dict[str, Any]
+WANTED = "the JSON lines that rose bench --json wrote"
 ORIGIN = ("median", "config", "device", "commit", "date", "command")
 TABLES = {
     "load": ("model", "device", "input_tokens", "output_tokens", "in_flight", "timed"),
@@ -82,8 +84,9 @@ def read(paths: Iterable[Path]) -> Results:
 
 def _lines(path: Path) -> Iterable[tuple[str, Line]]:
     if not path.is_file():
-        raise RoseError(f"{path} is not a file; give the JSON lines that rose bench --json wrote")
-    for number, text in enumerate(path.read_text().splitlines(), start=1):
+        raise RoseError(f"{path} is not a file; give {WANTED}")
+    content = read_text(path, wanted=WANTED)
+    for number, text in enumerate(content.splitlines(), start=1):
         if not text.strip():
             continue
         try:

@@ -12,6 +12,7 @@ import click
 
 from rose.cli.options import Number
 from rose.utils.errors import RoseError
+from rose.utils.text_file import read_text
 
 CONNECT_SECONDS = 5.0
 MAX_TRIES = 4
@@ -246,7 +247,7 @@ def _read_tools(path: Path | None) -> list[Any] | None:
     if path is None:
         return None
     try:
-        tools = json.loads(path.read_text())
+        tools = json.loads(read_text(path, wanted="a JSON list of tools"))
     except ValueError as error:
         raise ServerError(f"{path} is not JSON: {error}; allowed: a list of tools") from error
     if not isinstance(tools, list):

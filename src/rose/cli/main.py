@@ -147,7 +147,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return EXIT_USER_ERROR
     except click.ClickException as error:
         return _fail(_usage_text(error))
-    except (RoseError, FileNotFoundError, PermissionError, IsADirectoryError) as error:
+    except RoseError as error:
         return _fail(str(error))
     except ModuleNotFoundError as error:
         text = missing_package("this command", error)
@@ -161,6 +161,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
         # `rose ... | head`: the reader has enough; devnull keeps Python from complaining at exit.
         sys.stdout = None  # type: ignore[assignment]
         return 0
+    except OSError as error:
+        if error.filename is None:  # no path that was named
+            raise
+        return _fail(str(error))
     return result if isinstance(result, int) else 0
 
 

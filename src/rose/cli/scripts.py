@@ -11,12 +11,14 @@ from rose.server.scripted import ScriptLine
 from rose.utils.errors import ConfigError
 
 ALLOWED = ", ".join(("text", *ScriptLine.__struct_fields__))
+MAX_PROBLEMS = 20
+"""Told one by one; a file of another kind has as many as lines."""
 
 
 def read_script(path: Path, model_folder: Path | None) -> list[dict[str, Any]]:
     """Return the answers of a script; `text` is encoded with the names of control tokens meaning those tokens.
 
-    Raises  ConfigError listing every wrong line.
+    Raises  ConfigError listing the wrong lines, the first MAX_PROBLEMS of them one by one.
     """
     answers, problems = [], []
     encode = _lazy_encoder(model_folder)
@@ -33,6 +35,9 @@ def read_script(path: Path, model_folder: Path | None) -> list[dict[str, Any]]:
         problems.append(
             f"{path} has no lines; allowed: one JSON object per request; see docs/api.md"
         )
+    if len(problems) > MAX_PROBLEMS:
+        more = len(problems) - MAX_PROBLEMS
+        problems[MAX_PROBLEMS:] = [f"{path}: {more} more wrong lines; is it a script?"]
     if problems:
         raise ConfigError(problems)
     return answers

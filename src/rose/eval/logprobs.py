@@ -12,6 +12,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -27,8 +28,22 @@ FILE_NAME = "logprobs.json"
 ENGLISH = Path(__file__).with_name("texts") / "english.txt"
 SEED = 4
 """Of the conversations among the texts."""
+_ANEW = "write it anew with rose eval --store"
 _MOST_DIGITS = 6
 """After the point: served models differ from float64 by 1e-4 at the least."""
+
+
+class StoredText(msgspec.Struct, kw_only=True):
+    """What the file holds of one text."""
+
+    tokens: str
+    """Hash of its tokens."""
+    log_probabilities: list[float]
+    """Of the float64 reference, for each token but the first."""
+
+
+class _Stored(msgspec.Struct, kw_only=True):
+    texts: dict[str, StoredText]
 
 
 def fixed_texts(tokenizer: Tokenizer) -> dict[str, list[int]]:
@@ -104,22 +119,32 @@ def compare(folder: Path, model: GptOss, tokenizer: Tokenizer) -> dict[str, Any]
     Raises   CheckpointError where stored values belong to other texts or another vocabulary
     """
     path = folder / FILE_NAME
-    stored = json.loads(path.read_text())["texts"] if path.exists() else {}
+    stored = _stored(path) if path.exists() else {}
     found: dict[str, Any] = {}
     for name, token_ids in fixed_texts(tokenizer).items():
         values_T = of_next(served_logits(model, token_ids), token_ids)
         line = {"num_tokens": len(token_ids), "perplexity": math.exp(-float(values_T.mean()))}
         if name in stored:
-            if stored[name]["tokens"] != _digest(token_ids):
+            is_whole = len(stored[name].log_probabilities) == len(token_ids) - 1
+            if stored[name].tokens != _digest(token_ids) or not is_whole:
                 raise CheckpointError(
                     f"{path}: text {name!r} was stored for other tokens; needed: those of this tokenizer.json and this "
-                    "version of rose; write it anew with rose eval --store"
+                    f"version of rose; {_ANEW}"
                 )
-            difference_T = (values_T - torch.tensor(stored[name]["log_probabilities"])).abs()
+            difference_T = (values_T - torch.tensor(stored[name].log_probabilities)).abs()
             line |= {"mean_difference": float(difference_T.mean())}
             line |= {"largest_difference": float(difference_T.max())}
         found[name] = line
     return found
+
+
+def _stored(path: Path) -> dict[str, StoredText]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Stored).texts
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error}); needed: what rose wrote; {_ANEW}"
+        ) from None
 
 
 def _digest(token_ids: list[int]) -> str:
