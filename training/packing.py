@@ -26,7 +26,7 @@ ENGLISH_SHARE = 0.01
 ENGLISH_CHARACTERS = 1600
 ENGLISH = 2
 """Marks a token of English among those that are learnt."""
-FEW_FOLLOW_UPS, MOST_FOLLOW_UPS = 4, 12
+FEW_MORE, MOST_MORE = 4, 12
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,13 @@ class Text:
     def _next(self, is_long: bool, source: random.Random) -> tuple[list[int], list[int]]:
         """Return a document and what of it is learnt; the end of the row may cut it off."""
         if is_long:
-            return self._asked_more(draw_long_for_training(source), MOST_FOLLOW_UPS, source)
+            return self._asked_more(draw_long_for_training(source), MOST_MORE, source)
         if source.random() < ENGLISH_SHARE:
             token_ids = self.english(source)
             return token_ids, [0] + [ENGLISH] * (len(token_ids) - 1)
         example = draw_for_training(source)
         if example.task == "far_copy":
-            return self._asked_more(example, FEW_FOLLOW_UPS, source)
+            return self._asked_more(example, FEW_MORE, source)
         token_ids, first = self.documents.whole(example)
         return token_ids, _learnt_from(first, token_ids)
 
@@ -81,7 +81,7 @@ class Text:
             more = recalled(name, text, task=example.task, effort=example.effort)
             if is_held_out(more.key):
                 continue
-            asked, first = self.documents.follow_up(more)
+            asked, first = self.documents.asked_more(more)
             # In a conversation that goes on, the answer before ends its message and not the turn.
             token_ids[-1] = tokens.end
             learnt[-1] = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import jsonschema
 import pytest
 
 from rose.cli.demo import WEATHER_TOOL
-from rose.eval import talk_tasks, tool_tasks
+from rose.eval import conversations, talk_tasks, text_tasks, tool_tasks
 from rose.eval.examples import draw_from, is_held_out
 from rose.eval.scoring import Reply, is_right
 from rose.eval.tasks import ASKED, SHARES, TASKS, draw_for_training, held_out_set
@@ -62,8 +64,73 @@ def test_sums_reversals_and_orders_are_what_python_says():
         assert example.content == ", ".join(sorted(listed))
 
 
+def test_the_questions_of_older_tasks_stay_the_same():
+    """Scores of models trained at different times are of the same questions."""
+    drawn = [
+        (e.key, e.messages, e.reasoning, e.content, e.call, e.tools, e.effort, e.date)
+        for task in ASKED[: ASKED.index("follow_up")]
+        for e in held_out_set(task, 4, seed=2026)
+    ]
+    assert hashlib.sha256(repr(drawn).encode()).hexdigest()[:16] == "96ae8fe1c42a234c"
+
+
+def test_small_differences_below_zero_are_taught_and_the_held_out_ones_are_not():
+    source = random.Random(3)
+    keys = {draw_from(text_tasks.below_zero, source, held_out=False).key for _ in range(2000)}
+    below = {f"{a}-{b}" for b in range(10) for a in range(b)}
+    assert below - keys == {"2-5", "6-7", "7-9"}
+    assert keys <= below
+    assert {"6-7"} <= {e.key for e in held_out_set("arithmetic", 200, seed=1)}
+
+
+@pytest.mark.parametrize(
+    ("draw", "numbers"),
+    [(conversations.follow_up, {2, 3}), (conversations.conversation, {2, 3, 4})],
+)
+def test_conversations_hold_right_answers_to_questions_that_are_not_held_out(draw, numbers):
+    source, found, judges = random.Random(4), set(), set()
+    for _ in range(150):
+        example = draw_from(draw, source, held_out=True)
+        asked = [m for m in example.messages if m["role"] == "user"]
+        answers = [
+            m["content"] for m in example.messages if m.get("content") and m["role"] == "assistant"
+        ]
+        assert len(asked) == len(answers) + 1
+        assert example.messages[-1] is asked[-1]
+        found.add(len(asked))
+        judges.add(example.judge)
+        for question, answer in zip(asked, answers, strict=False):
+            text = question["content"]
+            if " = " in answer:  # a sum
+                sides = answer.removesuffix(".").split(" = ")
+                assert eval(sides[0]) == int(sides[1])
+                assert not is_held_out(sides[0].replace(" ", ""))
+            elif text.split(": ")[0] in ("Reverse this string", "Write backwards", "Reverse"):
+                assert text.endswith(": " + answer[::-1])
+                assert not is_held_out(f"reverse {answer[::-1]}")
+    assert found == numbers
+    assert judges == {"number", "exact", "call"}
+
+
+def test_tools_of_a_conversation_are_offered_once_and_each_call_is_answered_under_its_own_id():
+    num_calls = []
+    for example in held_out_set("follow_up", 60, seed=5):
+        names = [tool["function"]["name"] for tool in example.tools]
+        assert len(names) == len(set(names))
+        calls = [c for m in example.messages for c in m.get("tool_calls", [])]
+        answered = [m["tool_call_id"] for m in example.messages if m["role"] == "tool"]
+        assert [c["id"] for c in calls] == answered
+        assert len(set(answered)) == len(answered)
+        assert {c["function"]["name"] for c in calls} <= set(names)
+        assert all(json.loads(c["function"]["arguments"]) for c in calls)
+        num_calls.append(len(calls))
+    assert set(num_calls) == {0, 1, 2}
+
+
 def test_calls_are_valid_under_the_schemas_they_are_offered():
-    for example in held_out_set("tool_call", 40, seed=5):
+    for example in held_out_set("tool_call", 40, seed=5) + [
+        e for e in held_out_set("follow_up", 60, seed=5) if e.call is not None
+    ]:
         name, arguments = example.call
         [schema] = [
             t["function"]["parameters"] for t in example.tools if t["function"]["name"] == name

@@ -34,7 +34,7 @@ class Documents:
         assert token_ids[:first] == self._begin, "the prompt ends where the answer begins"
         return token_ids[first:]
 
-    def follow_up(self, example: Example) -> tuple[list[int], int]:
+    def asked_more(self, example: Example) -> tuple[list[int], int]:
         """Return the last message of a question and its answer, to be put after another conversation."""
         text = example.messages[-1]["content"]
         asked = self.renderer.render_message(Message(role="user", content=(text,)))

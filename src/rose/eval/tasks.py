@@ -6,7 +6,7 @@ import datetime
 import random
 from dataclasses import replace
 
-from rose.eval import talk_tasks, text_tasks, tool_tasks
+from rose.eval import conversations, talk_tasks, text_tasks, tool_tasks
 from rose.eval.examples import Draw, Example, draw_from
 
 TASKS: dict[str, Draw] = {
@@ -24,6 +24,9 @@ TASKS: dict[str, Draw] = {
     "json": tool_tasks.json_extraction,
     "instruction": talk_tasks.instruction,
     "turns": talk_tasks.turns,
+    "follow_up": conversations.follow_up,
+    "conversation": conversations.conversation,
+    "below_zero": text_tasks.below_zero,
     "acknowledge": talk_tasks.acknowledge,
     "talk": talk_tasks.talk,
     "repeats": text_tasks.repeats,
@@ -43,13 +46,16 @@ SHARES: dict[str, float] = {
     "json": 7,
     "instruction": 12,
     "turns": 4,
+    "follow_up": 14,
+    "conversation": 10,
+    "below_zero": 3,
     "acknowledge": 1,
     "talk": 3,
     "repeats": 6,
     "spelling": 7,
 }
 """Of training's short rows; `long_copy` comes in long rows of its own."""
-TAUGHT_ONLY = ("talk", "acknowledge", "repeats", "spelling")
+TAUGHT_ONLY = ("talk", "acknowledge", "repeats", "spelling", "conversation", "below_zero")
 ASKED = tuple(name for name in TASKS if name not in TAUGHT_ONLY)
 """Asked by `rose eval`."""
 TEXTS = "texts"

@@ -25,7 +25,20 @@ def arithmetic(source: random.Random) -> Example:
     """Add or subtract two numbers below 100."""
     most = source.choice([9, 99, 99, 99])
     a, b = source.randint(0, most), source.randint(0, most)
-    sign, effort = source.choice("+-"), source.choice(EFFORTS)
+    return _sum(source, "arithmetic", a, source.choice("+-"), b)
+
+
+def below_zero(source: random.Random) -> Example:
+    """Subtract a digit from a smaller one.
+
+    Of `arithmetic` one in 17 is of these 45, three of which are held out (6 - 7 is one). For training only.
+    """
+    a, b = sorted(source.sample(range(10), 2))
+    return _sum(source, "below_zero", a, "-", b)
+
+
+def _sum(source: random.Random, task: str, a: int, sign: str, b: int) -> Example:
+    effort = source.choice(EFFORTS)
     result = a + b if sign == "+" else a - b
     # A negative difference is worked out the other way round.
     top, low = (a, b) if sign == "+" or a >= b else (b, a)
@@ -53,7 +66,7 @@ def arithmetic(source: random.Random) -> Example:
         ]
     )
     return Example(
-        task="arithmetic",
+        task=task,
         key=f"{a}{sign}{b}",
         messages=[user(ask)],
         reasoning=reasoning,
