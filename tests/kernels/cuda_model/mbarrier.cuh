@@ -78,10 +78,6 @@ inline void named_sync(uint32_t id, uint32_t threads) {
   while (named.generation == generation) model::yield("a named barrier");
 }
 
-inline uint32_t cluster_rank() { return 0; }
-inline void cluster_sync() { model::fail("clusters are not modelled"); }
-inline void mbarrier_arrive_remote(uint32_t, uint32_t) { model::fail("clusters are not modelled"); }
-
 inline void fence_proxy_async() {
   auto& unfenced = model::block->fibers[model::block->current].unfenced;
   for (uint32_t byte : unfenced) model::block->is_unfenced[byte] = 0;

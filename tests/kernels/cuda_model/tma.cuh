@@ -49,8 +49,4 @@ inline void tma_load_3d(uint32_t shared, const CUtensorMap* map, uint32_t barrie
   tma_load(shared, map, barrier, x, y, z);
 }
 
-inline void tma_load_3d_multicast(uint32_t, const CUtensorMap*, uint32_t, int, int, int, uint16_t) {
-  model::fail("clusters are not modelled");
-}
-
 }  // namespace rose

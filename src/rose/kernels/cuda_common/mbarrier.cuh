@@ -109,16 +109,6 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// One arrival at the same barrier of another block of the cluster. It orders no ordinary memory accesses of this
-// thread (a release at cluster scope costs a fence of the whole GPU): enough to give back what wgmma has read.
-__device__ __forceinline__ void mbarrier_arrive_remote(uint32_t barrier, uint32_t rank) {
-  asm volatile(
-      "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
-}
-
 // Ordinary stores to shared memory before it, tensor cores and copy engine after it (and a barrier).
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
