@@ -123,7 +123,8 @@ def bench_moe(
                 )
                 rate = hit * expert_bytes / us / 1e6
                 out.add(**line, us=us, tb_per_s=rate, distinct=hit, distance=round(distance, 6))
-                _time_parts(module, shape, calls, line, out, hit, up_bytes, expert_bytes)
+                if isinstance(module, DecodeExperts):  # others have no parts
+                    _time_parts(module, shape, calls, line, out, hit, up_bytes, expert_bytes)
             except Exception as error:  # noqa: BLE001
                 out.add(**line, error=repr(error)[:300])
         torch.cuda.empty_cache()

@@ -91,15 +91,23 @@ def test_a_rejected_source_raises_with_the_compilers_words(tmp_path: Path) -> No
 
 def test_key_follows_source_headers_flags_and_architecture(tmp_path: Path) -> None:
     source = tmp_path / "kernel.cu"
-    source.write_text("// one")
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep/first.cuh").write_text('#include "../part.cuh"\n#include <cstdint>\n')
+    (tmp_path / "part.cuh").write_text("// none yet")
+    source.write_text('#include "deep/first.cuh"\n#include "mbarrier.cuh"\n// one')
     keys = {CudaLibrary(source).key(), CudaLibrary(source, defines=["A=1"]).key()}
     keys.add(CudaLibrary(source, arch="100a").key())
     (tmp_path / "part.cuh").write_text("// header")
     keys.add(CudaLibrary(source).key())
-    source.write_text("// two")
+    source.write_text('#include "deep/first.cuh"\n// two')
     keys.add(CudaLibrary(source).key())
     assert len(keys) == 5
     assert CudaLibrary(source).key() in keys
+    (tmp_path / "beside.cuh").write_text("// nobody includes it")
+    assert CudaLibrary(source).key() in keys
+    (tmp_path / "part.cuh").unlink()
+    with pytest.raises(BuildError, match=r"first\.cuh includes '\.\./part\.cuh'"):
+        CudaLibrary(source).key()
 
 
 def test_words_for_all_make_builds_of_their_own(

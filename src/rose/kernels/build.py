@@ -11,6 +11,7 @@ import ctypes
 import fcntl
 import hashlib
 import importlib.util
+import re
 import shutil
 import subprocess
 import tempfile
@@ -80,8 +81,8 @@ def define_in_all(words: Sequence[str]) -> None:
 class CudaLibrary:
     """One `.cu` file, compiled on first use and then found by the hash of all that went into it.
 
-    The key covers the source, every header beside it and in `cuda_common`, the flags and the architecture;
-    not the compiler's version, so that an object built elsewhere can be used where nvcc is absent.
+    The key covers the source, every header of ours that it includes, the flags and the architecture; not the
+    compiler's version, so that an object built elsewhere can be used where nvcc is absent.
     """
 
     def __init__(
@@ -105,8 +106,7 @@ class CudaLibrary:
     def key(self) -> str:
         """Return the hash that names the compiled object."""
         digest = hashlib.sha256("\0".join(self.flags).encode())
-        headers = {*self.source.parent.glob("*.cuh"), *COMMON.glob("*.cuh")}
-        for path in (self.source, *sorted(headers)):
+        for path in with_headers(self.source):
             digest.update(f"\0{path.name}\0".encode() + path.read_bytes())
         return digest.hexdigest()[:20]
 
@@ -193,6 +193,22 @@ class CudaLibrary:
             return "no words for it"
         words.restype = ctypes.c_char_p
         return words(error).decode()
+
+
+def with_headers(source: Path) -> list[Path]:
+    """Return a source and the headers that it includes in quotes, directly or not, as the compiler finds them."""
+    found = [source.resolve()]
+    for path in found:  # grows while it is gone through
+        for name in re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE):
+            places = [(folder / name).resolve() for folder in (path.parent, COMMON)]
+            header = next((place for place in places if place.exists()), None)
+            if header is None:
+                raise BuildError(
+                    f"{path} includes {name!r}, found neither beside it nor in {COMMON}"
+                )
+            if header not in found:
+                found.append(header)
+    return found
 
 
 def find_cuobjdump() -> str | None:
