@@ -87,11 +87,7 @@ def table_of(ids: Tensor, experts: int, block_m: int) -> RowTable:
     table.row_TK.fill_(-1).view(-1)[order] = torch.arange(len(order), device=ids.device).int()
     counts = torch.bincount(flat[flat >= 0], minlength=experts)
     tiles = (counts + block_m - 1) // block_m
-    for out, each in (
-        (table.starts_E1, counts),
-        (table.tiles_E1, tiles),
-        (table.pairs_E1, tiles // 2),
-    ):
+    for out, each in ((table.starts_E1, counts), (table.tiles_E1, tiles)):
         out[0] = 0
         out[1:] = each.cumsum(0)
     owner = torch.arange(experts, device=ids.device).repeat_interleave(tiles)
@@ -128,7 +124,7 @@ def row_steps(library: FusedLibrary, x: Tensor, ids: Tensor, experts: int) -> di
         return [
             None if torch.equal(getattr(found, n)[:end], getattr(wanted, n)[:end]) else f"{n} is wrong"
             for n, end in (
-                ("row_TK", None), ("starts_E1", None), ("tiles_E1", None), ("pairs_E1", None), ("expert_M", tiles)
+                ("row_TK", None), ("starts_E1", None), ("tiles_E1", None), ("expert_M", tiles)
             )
         ]  # fmt: skip
 

@@ -128,7 +128,6 @@ def table_of(counts: list[int], block_m: int) -> RowTable:
         starts_E1=torch.cat([zero, rows.cumsum(0)]).int(),
         tiles_E1=torch.cat([zero, tiles.cumsum(0)]).int(),
         expert_M=expert_M,
-        pairs_E1=torch.cat([zero, (tiles // 2).cumsum(0)]).int(),
         block_m=block_m,
     )
 

@@ -101,7 +101,7 @@ class FusedLibrary:
         source = Path(__file__).with_name("prefill_fused_sm90.cu")
         self.library = library or CudaLibrary(source, defines=defines)
         launcher = self.library.launcher
-        self._sort = launcher("launch_sort", "piiipppppp")
+        self._sort = launcher("launch_sort", "piiippppp")
         self._quantize = launcher("launch_quantize", "ppppiiiip")
         self._combine = launcher("launch_combine", "ppppiiip")
         self._expand = launcher("launch_expand", "ppppiiip")
@@ -115,8 +115,7 @@ class FusedLibrary:
         table = allocate_rows(expert_ids_TK, num_experts=num_experts, block_m=block_m)
         self._sort(
             expert_ids_TK.data_ptr(), expert_ids_TK.numel(), num_experts, block_m, table.row_TK.data_ptr(),
-            table.starts_E1.data_ptr(), table.tiles_E1.data_ptr(), table.expert_M.data_ptr(),
-            table.pairs_E1.data_ptr(), _stream(),
+            table.starts_E1.data_ptr(), table.tiles_E1.data_ptr(), table.expert_M.data_ptr(), _stream(),
         )  # fmt: skip
         return table
 

@@ -5,10 +5,10 @@
 using namespace rose::moe;
 
 extern "C" int launch_sort(const int* ids, int num_pairs, int num_experts, int tile_rows, int* row_of_pair,
-                           int* starts, int* tiles, int* expert_of_tile, int* pairs, cudaStream_t stream) {
+                           int* starts, int* tiles, int* expert_of_tile, cudaStream_t stream) {
   if (num_experts > kMaxExperts) return cudaErrorInvalidValue;
   sort_pairs_in_cluster<<<kSortBlocks, kSortWarps * 32, 0, stream>>>(ids, num_pairs, num_experts, tile_rows,
-                                                                    row_of_pair, starts, tiles, expert_of_tile, pairs);
+                                                                    row_of_pair, starts, tiles, expert_of_tile);
   return cudaGetLastError();
 }
 
@@ -53,7 +53,7 @@ fused::Problem problem(const float* w_scales, const uint8_t* exponents, const in
                        int bias_is_bf16, const int* starts, const int* tiles, const int* expert_of_tile, int experts,
                        int n, int k) {
   fused::Problem p{};
-  p.rows = {starts, tiles, expert_of_tile, nullptr, experts};
+  p.rows = {starts, tiles, expert_of_tile, experts};
   p.w_scales = w_scales;
   p.exponents = exponents;
   p.tile_exponents = tile_exponents;

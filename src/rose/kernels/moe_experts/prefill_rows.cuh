@@ -24,7 +24,7 @@ __device__ __forceinline__ int load_remote(const int* pointer, uint32_t rank) {
 // own, in its block and in the others, and walks its run again to hand out rows. Ties keep the order of the pairs.
 __global__ void __cluster_dims__(kSortBlocks, 1, 1) __launch_bounds__(kSortWarps * 32)
     sort_pairs_in_cluster(const int* ids, int num_pairs, int num_experts, int tile_rows, int* row_of_pair, int* starts,
-                          int* tiles, int* expert_of_tile, int* pairs) {
+                          int* tiles, int* expert_of_tile) {
   __shared__ int next[kSortWarps][kMaxExperts];
   __shared__ int counts[kMaxExperts], before[kMaxExperts], firsts[kMaxExperts], tile_starts[kMaxExperts + 1];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -63,28 +63,24 @@ __global__ void __cluster_dims__(kSortBlocks, 1, 1) __launch_bounds__(kSortWarps
   }
   __syncthreads();
   if (warp == 0) {
-    // Four experts a lane: rows, tiles and pairs of tiles before each.
-    int rows[4], tile_counts[4], pair_counts[4], row_sum = 0, tile_sum = 0, pair_sum = 0;
+    // Four experts a lane: rows and tiles before each.
+    int rows[4], tile_counts[4], row_sum = 0, tile_sum = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       rows[i] = row_sum;
       tile_counts[i] = tile_sum;
-      pair_counts[i] = pair_sum;
-      const int total = firsts[4 * lane + i], count = (total + tile_rows - 1) / tile_rows;
+      const int total = firsts[4 * lane + i];
       row_sum += total;
-      tile_sum += count;
-      pair_sum += count / 2;
+      tile_sum += (total + tile_rows - 1) / tile_rows;
     }
-    int row_end = row_sum, tile_end = tile_sum, pair_end = pair_sum;
+    int row_end = row_sum, tile_end = tile_sum;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const int row_before = __shfl_up_sync(0xffffffffu, row_end, step);
       const int tile_before = __shfl_up_sync(0xffffffffu, tile_end, step);
-      const int pair_before = __shfl_up_sync(0xffffffffu, pair_end, step);
       if (lane >= step) {
         row_end += row_before;
         tile_end += tile_before;
-        pair_end += pair_before;
       }
     }
 #pragma unroll
@@ -96,14 +92,12 @@ __global__ void __cluster_dims__(kSortBlocks, 1, 1) __launch_bounds__(kSortWarps
       if (rank == 0 && e <= num_experts) {
         starts[e] = row;
         tiles[e] = tile;
-        pairs[e] = pair_end - pair_sum + pair_counts[i];
       }
       if (e == kMaxExperts - 1) {
         tile_starts[kMaxExperts] = tile_end;
         if (rank == 0 && num_experts == kMaxExperts) {
           starts[num_experts] = row_end;
           tiles[num_experts] = tile_end;
-          pairs[num_experts] = pair_end;
         }
       }
     }

@@ -21,7 +21,7 @@ namespace {
 swapped::Problem problem(const float* row_scales, const void* bias, int bias_is_bf16, const int* starts,
                          const int* tiles, const int* expert_of_tile, int experts, int n, int k) {
   swapped::Problem p{};
-  p.rows = {starts, tiles, expert_of_tile, nullptr, experts};
+  p.rows = {starts, tiles, expert_of_tile, experts};
   p.row_scales = row_scales;
   p.bias = bias;
   p.bias_is_bf16 = bias_is_bf16;

@@ -18,7 +18,6 @@ struct Rows {
   const int* starts;  // [E + 1] first row of each expert
   const int* tiles;   // [E + 1] first tile of each expert
   const int* expert;  // [tiles] expert of each tile
-  const int* pairs;   // [E + 1] first pair of tiles of each expert; an odd tile is in no pair
   int num_experts;
 };
 

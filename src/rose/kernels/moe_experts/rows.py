@@ -21,14 +21,12 @@ class RowTable:
              starts_E1     int32 [E + 1]: first row of each expert, then the number of rows
              tiles_E1      int32 [E + 1]: first tile of each expert, then the number of tiles
              expert_M      int32: expert of each tile; undefined past the number of tiles
-             pairs_E1      int32 [E + 1]: first pair of tiles of each expert; an odd tile is in no pair
     """
 
     row_TK: Tensor
     starts_E1: Tensor
     tiles_E1: Tensor
     expert_M: Tensor
-    pairs_E1: Tensor
     block_m: int
 
     @property
@@ -53,6 +51,5 @@ def allocate_rows(expert_ids_TK: Tensor, *, num_experts: int, block_m: int) -> R
         starts_E1=integers(num_experts + 1),
         tiles_E1=integers(num_experts + 1),
         expert_M=integers(max_tiles(expert_ids_TK.numel(), num_experts, block_m)),
-        pairs_E1=integers(num_experts + 1),
         block_m=block_m,
     )

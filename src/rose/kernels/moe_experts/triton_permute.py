@@ -31,7 +31,7 @@ def _count_kernel(ids_ptr, counts_ptr, num_pairs, EXPERTS: tl.constexpr, BLOCK: 
 
 @triton.jit
 def _scan_kernel(
-    counts_ptr, starts_ptr, tiles_ptr, pairs_ptr, expert_ptr, num_blocks,
+    counts_ptr, starts_ptr, tiles_ptr, expert_ptr, num_blocks,
     E: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     # Counts become ranks: how many rows of the expert come from earlier blocks.
@@ -53,9 +53,6 @@ def _scan_kernel(
     tl.store(tiles_ptr + expert, tile_ends - tiles, mask=expert < E)
     num_tiles = tl.sum(tiles, axis=0)
     tl.store(tiles_ptr + E, num_tiles)
-    pairs = tiles // 2
-    tl.store(pairs_ptr + expert, tl.cumsum(pairs, axis=0) - pairs, mask=expert < E)
-    tl.store(pairs_ptr + E, tl.sum(pairs, axis=0))
     for first in range(0, num_tiles, CHUNK):
         tile = first + tl.arange(0, CHUNK)
         owner = tl.sum((tile_ends[None, :] <= tile[:, None]).to(tl.int32), axis=1)
@@ -94,7 +91,7 @@ def sort_by_expert(expert_ids_TK: Tensor, *, num_experts: int, block_m: int) -> 
         expert_ids_TK, counts, num_pairs, EXPERTS=experts, BLOCK=BLOCK_PAIRS, num_warps=8
     )
     _scan_kernel[(1,)](
-        counts, table.starts_E1, table.tiles_E1, table.pairs_E1, table.expert_M, num_blocks,
+        counts, table.starts_E1, table.tiles_E1, table.expert_M, num_blocks,
         E=num_experts, EXPERTS=experts, BLOCK_M=block_m, CHUNK=64, num_warps=8,
     )  # fmt: skip
     _rank_kernel[(num_blocks,)](
