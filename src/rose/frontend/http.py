@@ -1,9 +1,10 @@
-"""HTTP as uvicorn speaks it, with three rules of ours: heads are bounded, what is no HTTP gets our error object, and
-the parts of a stream that are sent together leave in one system call."""
+"""HTTP as uvicorn speaks it, with four rules of ours: heads are bounded, what is no HTTP gets our error object, the
+parts of a stream that are sent together leave in one system call, and an answer that did not all leave is told."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -19,7 +20,7 @@ HELD_WRITES = "rose.held_writes"
 
 
 class HeldWrites(asyncio.Transport):
-    """A transport that can hold writes back and give them to the real one as one.
+    """A transport that can hold writes back and give them to the real one as one, and knows whether they left.
 
     The tokens of a stream come one by one and are sent one by one. Where several wait, a system call for each would be
     half of the server's work.
@@ -29,6 +30,8 @@ class HeldWrites(asyncio.Transport):
         super().__init__()
         self._transport = transport
         self._held: list[bytes] = []
+        self._is_lost = False
+        self._tell_loss: Callable[[], None] | None = None
         # The transport's own function, or the list's: one of Python between them would be called for every token.
         self.write = transport.write  # type: ignore[method-assign]
 
@@ -42,6 +45,27 @@ class HeldWrites(asyncio.Transport):
         if self._held:
             self.write(b"".join(self._held))
             self._held.clear()
+
+    def if_lost(self, tell: Callable[[], None]) -> None:
+        """Have `tell` called, once, if the connection ends before all that was written has left; or has ended so."""
+        if self._is_lost:
+            tell()
+        elif self._transport.get_write_buffer_size():
+            self._tell_loss = tell
+            # Where nothing may wait, the transport resumes writing when the last byte has left.
+            self._transport.set_write_buffer_limits(high=0)
+
+    def all_left(self) -> None:
+        """Take note that nothing waits."""
+        if self._tell_loss is not None:
+            self._tell_loss = None
+            self._transport.set_write_buffer_limits()
+
+    def lost(self, *, is_whole: bool) -> None:
+        """Take note that the connection has ended; `is_whole`: after the whole answer was written."""
+        self._is_lost = not is_whole
+        if self._tell_loss is not None:
+            self._tell_loss()
 
     def close(self) -> None:
         """Close when everything is written."""
@@ -92,6 +116,17 @@ class HttpProtocol(HttpToolsProtocol):
                     f"the request line and headers have more than {MAX_HEAD_BYTES} bytes; send shorter ones",
                 )
             )
+
+    def resume_writing(self) -> None:
+        """Write again."""
+        self._writes.all_left()
+        super().resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End."""
+        # A whole answer after which the connection is to end has ended it by now.
+        self._writes.lost(is_whole=self.cycle is None or self.cycle.response_complete)
+        super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
         """Begin to count anew."""

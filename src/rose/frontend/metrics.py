@@ -71,7 +71,9 @@ class Metrics:
             registry=registry,
         )
         self._disconnects = Counter(
-            "rose_client_disconnects", "Clients that left before the end", registry=registry
+            "rose_client_disconnects",
+            "Clients that left before they had their whole answer",
+            registry=registry,
         )
         self._open = Gauge("rose_http_requests_open", "Requests being answered", registry=registry)
         self._first_token = Histogram(
@@ -112,10 +114,11 @@ class Metrics:
         """Count an answer."""
         self._requests.labels(endpoint, str(status), finish).inc()
 
-    def disconnected(self, endpoint: str) -> None:
-        """Count a client that left."""
+    def disconnected(self, endpoint: str, *, is_answered: bool = False) -> None:
+        """Count a client that left; `is_answered`: its answer was made, and is counted as such."""
         self._disconnects.inc()
-        self.answered(endpoint, 499)
+        if not is_answered:
+            self.answered(endpoint, 499)
 
     def finished(self, job: Job, *, status: int = 200) -> None:
         """Count what a job used, when its last piece is out."""

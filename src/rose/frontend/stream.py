@@ -10,6 +10,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing, nullcontext
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ from rose.frontend.client import EngineClient, Shortcut, Submission, Waiting
 from rose.frontend.errors import RequestError, error_body
 from rose.frontend.formatters.base import DeltaKind
 from rose.frontend.generation import ChoiceRun, Job, Piece, PieceMaker, pieces
-from rose.frontend.http import HELD_WRITES
+from rose.frontend.http import HELD_WRITES, HeldWrites
 from rose.frontend.metrics import Metrics
 from rose.frontend.middleware import current_request_id, log_failure
 from rose.frontend.reply import send_error, send_json, start
@@ -236,7 +237,8 @@ class AnswerResponse:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or stop the work as soon as the client is gone."""
         self._send_body = scope.get(SERVER_SEND, send)
-        self._writes = scope.get(HELD_WRITES, nullcontext())
+        writes: HeldWrites | None = scope.get(HELD_WRITES)
+        self._writes = writes or nullcontext()
         work = asyncio.ensure_future(self._answer(send))
         gone = asyncio.ensure_future(_until_disconnect(receive))
         try:
@@ -252,6 +254,13 @@ class AnswerResponse:
             results = await asyncio.gather(work, gone, return_exceptions=True)
         if was_done and isinstance(results[0], Exception):
             raise results[0]
+        if was_done and writes is not None:
+            # All is written, and a client that reads slowly may still leave before it has left.
+            writes.if_lost(partial(self._left_late, current_request_id()))
+
+    def _left_late(self, request_id: str) -> None:
+        self._metrics.disconnected(self._source.endpoint, is_answered=True)
+        logger.info("%s: the client left before it had the whole answer", request_id)
 
     async def _answer(self, send: Send) -> None:
         try:
