@@ -40,11 +40,16 @@ train: ## train the embedded model anew
 	@$(PYTHON) tools/bootstrap.py engine
 	@$(VENV)/python training/train.py --out .cache/trained
 
-# These two install nothing; COMMIT=... where the tree has no .git, SIZES=20b for one model, ONLY="20b start" for
-# the steps with that in their name.
+# These two install nothing; COMMIT=... where the tree has no .git, SIZES=20b for one model, ONLY="20b start,draw" for
+# the steps with one of these in their name, BUDGET=540 for those that fit into so many seconds, OUT=... for results,
+# DRY=1 for the plan alone.
 SIZES ?= 20b,120b
+OUT ?= benchmarks/results
+GPU = $(PYTHON) tools/gpu.py
+GPU_WORDS = --commit "$(COMMIT)" --sizes "$(SIZES)" --only "$(ONLY)" --out "$(OUT)" \
+	$(if $(BUDGET),--budget $(BUDGET)) $(if $(DRY),--dry-run)
 gpu-check: ## kernels x cases, sanitizers, the model against its reference, on a machine with torch, triton, a GPU
-	@$(PYTHON) tools/gpu.py check --commit "$(COMMIT)" --sizes "$(SIZES)" --only "$(ONLY)"
+	@$(GPU) check $(GPU_WORDS)
 
 gpu-bench: ## the tables, likewise
-	@$(PYTHON) tools/gpu.py bench --commit "$(COMMIT)" --sizes "$(SIZES)" --only "$(ONLY)"
+	@$(GPU) bench $(GPU_WORDS)

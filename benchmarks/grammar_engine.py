@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shlex
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from typing import Any
 import torch
 
 from rose.bench.build import BenchSetup, build_engine, build_model, setup
+from rose.bench.record import Origin, append
 from rose.engine.engine import LLMEngine
 from rose.models.gpt_oss.model import GptOss
 from rose.protocol.event import FinishedEvent, FromEngine, TokensEvent
@@ -186,7 +189,8 @@ def main() -> None:
     parser.add_argument("--weights", default="mxfp4")
     parser.add_argument("--free", type=int, default=32)
     parser.add_argument("--constrained", type=int, default=32)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="append the line to this file")
+    parser.add_argument("--commit")
     options = parser.parse_args()
     if options.device == "cpu":
         torch.set_num_threads(1)
@@ -207,10 +211,12 @@ def main() -> None:
     line["checks"] = checked(model, bench)
     print("\n".join(line["checks"]), flush=True)
     line |= timed(model, bench, options.free, options.constrained)
+    line = Origin.here(
+        device=bench.device.name, config=bench.name, commit=options.commit,
+        command=shlex.join(["python", "benchmarks/grammar_engine.py", *sys.argv[1:]]),
+    ).stamp(line)  # fmt: skip
     print(json.dumps(line))
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(line) + "\n")
+    append(options.json, line)
 
 
 if __name__ == "__main__":

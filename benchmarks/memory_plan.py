@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
+from rose.bench.record import Origin, append
 from rose.config.engine import EngineConfig
 from rose.config.quant import QuantConfig
 from rose.decoders.build import build_decoder
-from rose.models.gpt_oss.config import published
+from rose.models.gpt_oss.config import published, tiny
 from rose.models.gpt_oss.synthetic import synthetic_model
 from rose.models.registry import entry
 from rose.runtime.before_load import Planner
@@ -29,14 +32,16 @@ from rose.utils.device import detect, free_bytes
 def main() -> None:
     """Plan, load, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", choices=("20b", "120b"), default="20b")
+    parser.add_argument("--size", choices=("20b", "120b", "tiny"), default="20b")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to try it")
     parser.add_argument("--weights", default="mxfp4")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="append the line to this file")
+    parser.add_argument("--commit")
     options = parser.parse_args()
-    device = detect("cuda")
+    device = detect(options.device)
     config = EngineConfig(model="m", quant=QuantConfig(weights=options.weights))
     config = config.resolve(device, checkpoint_format="mxfp4")
-    model_config = published(options.size)
+    model_config = tiny() if options.size == "tiny" else published(options.size)
     free_before = free_bytes(device)
     planner = Planner(
         entry=entry("gpt_oss"), model_config=model_config, device=device, free_bytes=free_before
@@ -51,7 +56,7 @@ def main() -> None:
     graphs_free = free_bytes(device)
     measured = built.assembly.measured
     line = {
-        "device": device.name,
+        "bench": "memory_plan",
         "size": options.size,
         "weights": options.weights,
         "torch": torch.__version__,
@@ -62,10 +67,12 @@ def main() -> None:
         "taken_in_all": free_before - graphs_free,
         "reserved": torch.cuda.memory_reserved(),
     }
+    line = Origin.here(
+        device=device.name, config=f"weights={options.weights}", commit=options.commit,
+        command=shlex.join(["python", "benchmarks/memory_plan.py", *sys.argv[1:]]),
+    ).stamp(line)  # fmt: skip
     print(json.dumps(line))
-    if options.json:
-        with options.json.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+    append(options.json, line)
 
 
 if __name__ == "__main__":

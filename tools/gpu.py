@@ -1,19 +1,24 @@
 """`make gpu-check` and `make gpu-bench`: one command on a machine with torch, triton, nvcc and a GPU, and no network.
 
-usage: gpu.py check|bench [--commit HASH] [--out DIR] [--sizes 20b,120b] [--only WORDS] [--dry-run]
-Standard library only; each step is a process of its own, so that one that fails stops no other. What cannot
-run here is left out, with the reason, and makes the exit code 1: an incomplete run is no pass.
+usage: gpu.py check|bench [--commit HASH] [--out DIR] [--sizes 20b,120b] [--only WORDS[,WORDS]] [--budget SECONDS]
+              [--dry-run]
+Standard library only; each step is a process of its own, so that one that fails stops no other. What cannot run here,
+what does not fit into the budget and what was cut off is said, with the reason, and makes the exit code 1: an
+incomplete run is no pass. Results are appended line by line, so that a run that is cut loses what it had begun only.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,104 +26,360 @@ from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-KERNEL_PACKAGES = ("torch", "triton")
 ENGINE_PACKAGES = ("msgspec", "numpy", "click", "rich")
 USUAL_CUDA = Path("/usr/local/cuda/bin")
+CACHES = (Path.home() / ".cache/rose/kernels", Path.home() / ".triton/cache")
+COMPILE_SECONDS = 65
+"""What the first engine on a bare machine takes longer than the next: 72 to 90 s to its first token, then 8 to 11."""
+SETUP_SECONDS = {"20b": 20, "120b": 30, "tiny": 10}
+"""Imports, weights, warm-up and graphs of an engine whose kernels are compiled, with room to spare."""
+UNTIL = "{until}"
+"""In a step's words: seconds after which it should begin nothing more."""
+LEAST_ROOM = 20
+"""Seconds between that and its limit: the longest cell of a sweep."""
+END_SECONDS = 5
+"""From the request to end to the kill."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Step:
-    """One process and what it needs beside the packages of the kernels."""
+    """One process and what it needs."""
 
     name: str
     words: tuple[str, ...]
     """Arguments of Python."""
-    packages: tuple[str, ...] = ()
-    tools: tuple[str, ...] = ()
+    seconds: int
+    """Estimate, with kernels compiled; a guess from neighbours where it was never timed."""
+    packages: tuple[str, ...] = ("torch", "triton")
+    tools: tuple[str, ...] = ("nvcc",)
+    has_engine: bool = False
+    """Whether it compiles all kernels of an engine where none are cached."""
+    patch: Path | None = None
+    """Runs in a copy of the tree with this applied."""
 
 
-def check_steps(sizes: list[str], commit: str | None, out: Path) -> Iterator[Step]:
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The cells of one size."""
+
+    table: tuple[tuple[str, ...], ...]
+    """Those of the score table, as parts of `rose bench sweep`."""
+    more: tuple[tuple[str, ...], ...]
+    """The others."""
+    seconds: int
+    """For all of them, setting up left out."""
+    step_tokens: int
+    """A larger step to be compared with the usual one."""
+    prompt: str
+    """A prompt that fills it."""
+
+
+def _parts(text: str) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(part.split()) for part in text.split(" + "))
+
+
+# Seconds by the figures of docs/performance.md: 20b table 60, many prompts 30, mixed and growth 20, made-up KV 70, load
+# 18 cells of 5 s and their beginnings 150.
+SHAPES = {
+    "20b": Shape(
+        table=_parts(
+            "prefill --tokens 8192,32768,65536,128000 + decode --context 8192 --batches 1,8,32,128"
+        ),
+        more=_parts(
+            "prefill --tokens 8192 --prompts 128 --repeats 2 + mixed + growth"
+            " + decode --fill --repeats 3 --context 1024,32768,128000 --batches 1,2,5,8,17,32,48,128"
+            " + decode --fill --repeats 8 --context 32768 --batches 48"
+            " + decode --fill --repeats 8 --context 128000 --batches 17"
+            " + load --fill --seconds 5"
+        ),
+        seconds=350,
+        step_tokens=32768,
+        prompt="32768",
+    ),
+    "120b": Shape(
+        table=_parts(
+            "prefill --tokens 8192,32768,65536,128000 + decode --context 8192 --batches 1,8,32,96"
+        ),
+        more=_parts(
+            "prefill --tokens 8192 --prompts 96 --repeats 2 + mixed + growth"
+            " + decode --fill --repeats 3 --context 1024,32768,128000 --batches 1,2,5,17,48"
+            " + load --fill --seconds 5"
+        ),
+        seconds=400,
+        step_tokens=32768,
+        prompt="32768",
+    ),
+    "tiny": Shape(
+        table=_parts("prefill --tokens 64 --repeats 1 + decode --context 64 --batches 1,2"),
+        more=_parts(
+            "prefill --tokens 64 --prompts 3 --repeats 1"
+            " + mixed --batch 2 --context 32 --prompt-tokens 600 --repeats 1"
+            " + growth --steps 50 --batch 2 --prompt-tokens 32 --output-tokens 8"
+            " + decode --fill --repeats 1 --context 64,128 --batches 1,2"
+            " + load --fill --seconds 1 --input-tokens 32 --output-tokens 16 --in-flight 1,2"
+        ),
+        seconds=60,
+        step_tokens=2048,
+        prompt="1100",
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the command line says of every step."""
+
+    sizes: tuple[str, ...]
+    out: Path
+    commit: str | None = None
+    device: str = "cuda"
+
+    def record(self, name: str, *, option: str = "--json") -> tuple[str, ...]:
+        """Return the options that append lines to a file of today."""
+        commit = ("--commit", self.commit) if self.commit else ()
+        return (*self.file(name, option=option), *commit)
+
+    def file(self, name: str, *, option: str = "--json") -> tuple[str, ...]:
+        """Return the same for a script that asks for no commit."""
+        return (option, str((self.out / f"{date.today():%Y%m%d}-{name}.jsonl").absolute()))
+
+
+def check_steps(asked: Asked) -> Iterator[Step]:
     """Return what `gpu-check` runs: kernels, sanitizers, the model against its reference, GPU tests."""
     kernels = ("-m", "rose.kernels")
-    yield Step("kernels x cases", (*kernels, "check", "--device", "cuda"), tools=("nvcc",))
-    for tool in ("memcheck", "racecheck"):
-        words = (*kernels, "sanitize", "--tool", tool)
-        yield Step(tool, words, tools=("nvcc", "compute-sanitizer"))
-    path = out / f"{date.today():%Y%m%d}-accuracy.jsonl"
-    for size in sizes:
+    check = (*kernels, "check", "--device", asked.device)
+    yield Step(name="kernels x cases", words=check, seconds=240)
+    sanitizer = ("nvcc", "compute-sanitizer")
+    memcheck = (*kernels, "sanitize", "--tool", "memcheck")
+    yield Step(name="memcheck", words=memcheck, seconds=240, tools=sanitizer)
+    for size in asked.sizes:
         for weights in ("mxfp4", "fp8_block"):
-            words = (
-                "-m",
-                "rose.cli.main",
-                "bench",
-                "accuracy",
-                "--device",
-                "cuda",
-                "--layers",
-                "2",
+            words = ("accuracy", "--device", asked.device, "--layers", "2", "--size", size)
+            words += ("--weights", weights, "--most", "1.2", *asked.record("accuracy"))
+            yield Step(
+                name=f"{size} {weights} against the reference",
+                words=("-m", "rose.cli.main", "bench", *words),
+                seconds=30 + SETUP_SECONDS[size],
+                packages=("torch", "triton", *ENGINE_PACKAGES),
             )
-            words += ("--size", size, "--weights", weights, "--most", "1.2", *_record(path, commit))
-            yield Step(f"{size} {weights} against the reference", words, ENGINE_PACKAGES)
+    for names, seconds in RACECHECKED:
+        words = (*kernels, "sanitize", "--tool", "racecheck", *names.split())
+        yield Step(name=f"racecheck {names}", words=words, seconds=seconds, tools=sanitizer)
     tests = ("-m", "pytest", "-q", "-m", "gpu", "tests", "--ignore", "tests/kernels")
-    yield Step("GPU tests", tests, (*ENGINE_PACKAGES, "pytest", "pytest_timeout", "hypothesis"))
+    yield Step(
+        name="GPU tests",
+        words=tests,
+        seconds=120,
+        packages=("torch", "triton", *ENGINE_PACKAGES, "pytest", "pytest_timeout", "hypothesis"),
+        has_engine=True,
+    )
 
 
-def bench_steps(sizes: list[str], commit: str | None, out: Path) -> Iterator[Step]:
-    """Return what `gpu-bench` runs: the cells of the score table first, then sweeps, load and kernels."""
-    day = f"{date.today():%Y%m%d}"
-    for size in sizes:
-        common = ("--size", size, "--device", "cuda", *_record(out / f"{day}-{size}.jsonl", commit))
-        largest = "96" if size == "120b" else "128"
-
-        def step(
-            name: str, *words: str, size: str = size, common: tuple[str, ...] = common
-        ) -> Step:
-            command = ("-m", "rose.cli.main", "bench", *words, *common)
-            return Step(f"{size} {name}", command, ENGINE_PACKAGES, ("nvcc",))
-
-        yield step("latency", "latency", "--batches", f"1,8,32,{largest}")
-        yield step("start, cached", "start", "--cached")
-        yield step("start, fresh", "start", "--fresh", "--repeats", "1")
-        yield step("decode sweep", "decode", "--batches", "1,2,4,5,8,16,17,32,48,64,96,128",
-                   "--context", "1024,8192,32768,128000")  # fmt: skip
-        yield step("many prompts", "prefill", "--tokens", "8192", "--prompts", largest)
-        yield step("mixed", "mixed")
-        yield step("load", "load")
-    words = ("-m", "rose.bench.kernels", "--device", "cuda")
-    yield Step("kernels", (*words, *_record(out / f"{day}-kernels.jsonl", commit)), tools=("nvcc",))
+RACECHECKED = (
+    ("moe_experts --only cuda_swapped", 180),
+    ("moe_experts --only cuda_fused", 180),
+    ("moe_experts --only cuda_fused_mxfp4", 180),
+    ("moe_experts --only cuda_ring", 90),
+    ("moe_experts --only cuda_decode", 60),
+    ("moe_experts --only cuda_decode_many_tokens", 60),
+    ("moe_experts --only cuda_fused_copy", 180),
+    ("attention_prefill", 90),
+    ("moe_route", 30),
+    ("sample", 60),
+)
+"""All CUDA kernels, those whose run was cut last time first: one process for each, since they take minutes."""
 
 
-def _record(path: Path, commit: str | None) -> tuple[str, ...]:
-    return ("--json", str(path), *(("--commit", commit) if commit else ()))
+def bench_steps(asked: Asked) -> Iterator[Step]:
+    """Return what `gpu-bench` runs: an engine per size for most cells, what needs one of its own, kernels."""
+    for size in asked.sizes:
+        yield from _sized_steps(size, asked)
+    for size in asked.sizes:
+        yield from _script_steps(size, asked)
+    if asked.device == "cuda":
+        yield from _kernel_steps(asked)
+
+
+def _sized_steps(size: str, asked: Asked) -> Iterator[Step]:
+    shape, setup = SHAPES[size], SETUP_SECONDS[size]
+    common = ("--size", size, "--device", asked.device, *asked.record(size))
+    if size == "tiny":
+        common += ("--layers", "2", "--kv-tokens", "8192")  # a trial on any machine
+
+    def step(name: str, *words: str, seconds: int, has_engine: bool = True) -> Step:
+        return Step(
+            name=f"{size} {name}",
+            words=("-m", "rose.cli.main", "bench", *words),
+            seconds=seconds,
+            packages=("torch", "triton", *ENGINE_PACKAGES),
+            tools=("nvcc",) if asked.device == "cuda" else (),
+            has_engine=has_engine,
+        )
+
+    cells = [word for part in (*shape.table, *shape.more) for word in part]
+    yield step("sweep", "sweep", *common, "--until", UNTIL, *cells, seconds=setup + shape.seconds)
+    yield step(
+        f"step of {shape.step_tokens}", "prefill", "--tokens", shape.prompt, "--max-step-tokens",
+        str(shape.step_tokens), *common, seconds=setup + 10,
+    )  # fmt: skip
+    yield step("start, cached", "start", "--cached", "--repeats", "2", *common, seconds=3 * setup)
+    yield step(
+        "start, fresh", "start", "--fresh", "--repeats", "1", *common,
+        seconds=setup + COMPILE_SECONDS + 10, has_engine=False,
+    )  # fmt: skip
+
+
+def _script_steps(size: str, asked: Asked) -> Iterator[Step]:
+    """Benchmarks that look into an engine and so need one of their own."""
+    setup = SETUP_SECONDS[size]
+
+    def step(name: str, *words: str, seconds: int, more: tuple[str, ...] = ()) -> Step:
+        return Step(
+            name=f"{size} {name}",
+            words=(f"benchmarks/{words[0]}", "--size", size, *words[1:]),
+            seconds=seconds,
+            packages=("torch", "triton", *ENGINE_PACKAGES, *more),
+            tools=("nvcc",) if asked.device == "cuda" else (),
+            has_engine=True,
+        )
+
+    device = ("--device", asked.device)
+    yield step(
+        "prefill timeline", "prefill_timeline.py", *device, *asked.record("engine"),
+        "--tokens", "64" if size == "tiny" else "8192", seconds=setup + 20,
+    )  # fmt: skip
+    if size != "120b":  # the 20b's first layers are enough: what is timed is the host
+        yield step(
+            "grammars", "grammar_engine.py", *device, "--layers", "2" if size == "tiny" else "4",
+            *asked.record("engine"), seconds=setup + 40, more=("llguidance",),
+        )  # fmt: skip
+    yield step(
+        "memory plan", "memory_plan.py", *device, *asked.record("engine"), seconds=setup + 15
+    )
+
+
+def _kernel_steps(asked: Asked) -> Iterator[Step]:
+    draw = ("benchmarks/decode_variants2.py", "--ops", "sample", "--only", "cluster")
+    draw += ("--batches", "128", "32", "8", "--seconds", "40", *asked.file("draw", option="--out"))
+    patch = ROOT / "benchmarks/unbound/draw.patch"
+    yield Step(name="draw, as bound", words=draw, seconds=75)
+    yield Step(name="draw, patched", words=draw, seconds=75, tools=("nvcc", "git"), patch=patch)
+    words = ("-m", "rose.bench.kernels", "--device", asked.device, *asked.record("kernels"))
+    yield Step(name="kernels", words=words, seconds=300)
 
 
 def missing(step: Step) -> list[str]:
     """Return what a step needs and this machine has not."""
-    packages = [p for p in (*KERNEL_PACKAGES, *step.packages) if not importlib.util.find_spec(p)]
+    packages = [p for p in step.packages if not importlib.util.find_spec(p)]
     tools = [t for t in step.tools if not (shutil.which(t) or (USUAL_CUDA / t).exists())]
     return [f"{name} is not installed" for name in (*packages, *tools)]
 
 
-def run(steps: list[Step], *, is_dry: bool) -> int:
-    """Run all steps, print what became of each, return 0 where all ran and passed."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    outcomes = {}
-    for step in steps:
-        _say(f"== {step.name}: {shlex.join(['python', *step.words])}")
-        lacks = missing(step)
-        if lacks:
-            outcomes[step.name] = "left out: " + "; ".join(lacks)
-        elif is_dry:
-            outcomes[step.name] = "would run"
+def is_bare() -> bool:
+    """Whether no kernel has been compiled on this machine yet."""
+    return not all(cache.is_dir() and any(cache.iterdir()) for cache in CACHES)
+
+
+class Run:
+    """Takes steps in order while they fit, and keeps what became of each."""
+
+    def __init__(self, *, budget: float | None, is_dry: bool, is_cold: bool) -> None:
+        self.budget, self.is_dry, self.is_cold = budget, is_dry, is_cold
+        self.begin, self.planned = time.perf_counter(), 0.0
+        self.outcomes: dict[str, str] = {}
+
+    def left(self) -> float:
+        """Return the seconds of the budget that are left; in a dry run estimates are what was spent."""
+        if self.budget is None:
+            return float("inf")
+        spent = self.planned if self.is_dry else time.perf_counter() - self.begin
+        return self.budget - spent
+
+    def take(self, step: Step) -> None:
+        """Run a step, or say why not."""
+        seconds = step.seconds + (COMPILE_SECONDS if step.has_engine and self.is_cold else 0)
+        left = self.left()
+        # As long again and half a minute: an estimate that is wrong should cost no result.
+        limit = min(2 * seconds + 30, left)
+        lacks = "; ".join(missing(step))
+        if seconds > left:
+            outcome = f"left out: takes about {seconds} s, {max(left, 0):.0f} s are left"
+        elif self.is_dry:
+            here = f"; here {lacks}" if lacks else ""
+            outcome = f"would run, about {seconds} s, {limit:.0f} s at most{here}"
+        elif lacks:
+            outcome = f"left out: {lacks}"
         else:
-            begin = time.perf_counter()
-            code = subprocess.call([sys.executable, *step.words], cwd=ROOT, env=environment)
-            word = "ok" if code == 0 else f"failed, exit code {code}"
-            outcomes[step.name] = f"{word} ({time.perf_counter() - begin:.0f} s)"
+            outcome = self._run(step, limit)
+        is_taken = not outcome.startswith("left out")
+        self.planned += seconds * is_taken
+        self.is_cold &= not (is_taken and step.has_engine)
+        self.outcomes[step.name] = outcome
+        _say(f"-- {step.name}: {outcome}")
+
+    def _run(self, step: Step, limit: float) -> str:
+        words = [word.replace(UNTIL, f"{max(limit - LEAST_ROOM, 1):.0f}") for word in step.words]
+        _say(f"== {step.name}: {shlex.join(['python', *words])}")
+        begin = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            tree = ROOT
+            if step.patch is not None:
+                tree = Path(folder)
+                copy_patched(step.patch, tree)
+            code = call([sys.executable, *words], tree, limit)
+        seconds = time.perf_counter() - begin
+        if code is None:
+            return f"cut off after {seconds:.0f} s; what it had measured is recorded"
+        return f"{'ok' if code == 0 else f'failed, exit code {code}'} ({seconds:.0f} s)"
+
+
+def call(command: list[str], tree: Path, limit: float) -> int | None:
+    """Run a command in a tree; return its exit code, None where it was ended at its limit with all it had started."""
+    environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
+    with subprocess.Popen(command, cwd=tree, env=environment, start_new_session=True) as process:
+        try:
+            return process.wait(limit if limit < float("inf") else None)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                _say(f"still there after {END_SECONDS} s; killed")
+            return None
+        finally:
+            # Nothing that it started outlives it, whatever ended it.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def copy_patched(patch: Path, tree: Path) -> None:
+    """Copy what benchmarks need into an empty folder and apply a patch there."""
+    for name in ("src", "benchmarks"):
+        shutil.copytree(
+            ROOT / name, tree / name, ignore=shutil.ignore_patterns("results", "__pycache__")
+        )
+    subprocess.run(["git", "apply", str(patch)], cwd=tree, check=True)
+
+
+def run(
+    steps: list[Step], *, is_dry: bool, budget: float | None = None, is_cold: bool = False
+) -> int:
+    """Take all steps, print what became of each, return 0 where all ran and passed."""
+    taken = Run(budget=budget, is_dry=is_dry, is_cold=is_cold)
+    for step in steps:
+        taken.take(step)
     _say("")
-    for name, outcome in outcomes.items():
+    for name, outcome in taken.outcomes.items():
         _say(f"{name:40} {outcome}")
-    return 0 if all(outcome.startswith("ok") for outcome in outcomes.values()) else 1
+    if is_dry:
+        _say(f"{'estimate':40} {taken.planned:.0f} s")
+    return 0 if all(outcome.startswith("ok") for outcome in taken.outcomes.values()) else 1
+
+
+def chosen(every: list[Step], only: str) -> list[Step]:
+    """Return the steps with any of these words, parted by commas, in their name."""
+    words = [word.strip() for word in only.split(",")]
+    return [step for step in every if any(word in step.name for word in words)]
 
 
 def main(arguments: list[str]) -> int:
@@ -127,20 +388,34 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("verb", choices=["check", "bench"])
     parser.add_argument("--commit", help="commit of the tree, where it has no .git")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--sizes", default="20b,120b")
-    parser.add_argument("--only", default="", metavar="WORDS", help="steps with this in their name")
+    parser.add_argument("--sizes", default="20b,120b", help=f"of {', '.join(SHAPES)}")
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the steps and what is missing"
+        "--device", default="cuda", choices=["cuda", "cpu"], help="cpu: for a trial"
+    )
+    parser.add_argument(
+        "--only", default="", metavar="WORDS", help="steps with this in their name; commas part"
+    )
+    parser.add_argument(
+        "--budget", type=float, metavar="SECONDS", help="take steps in order while they fit into it"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the steps as for a bare machine"
     )
     options = parser.parse_args(arguments)
-    steps = {"check": check_steps, "bench": bench_steps}[options.verb]
-    every = list(steps(options.sizes.split(","), options.commit, options.out))
-    chosen = [s for s in every if options.only in s.name]
-    if not chosen:
+    sizes = tuple(options.sizes.split(","))
+    if not set(sizes) <= set(SHAPES):
+        parser.error(f"--sizes {options.sizes}; takes {', '.join(SHAPES)}, parted by commas")
+    asked = Asked(sizes=sizes, out=options.out, commit=options.commit, device=options.device)
+    every = list({"check": check_steps, "bench": bench_steps}[options.verb](asked))
+    steps = chosen(every, options.only)
+    if not steps:
         parser.error(
             f"no step has {options.only!r} in its name; there are {', '.join(s.name for s in every)}"
         )
-    return run(chosen, is_dry=options.dry_run)
+    # Ended from outside, what runs is ended too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    is_cold = options.dry_run or is_bare()
+    return run(steps, is_dry=options.dry_run, budget=options.budget, is_cold=is_cold)
 
 
 def _say(text: str) -> None:

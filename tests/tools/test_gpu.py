@@ -1,17 +1,24 @@
-"""`make gpu-check`, `make gpu-bench`: every command parses, what is missing is said, an incomplete run is no pass."""
+"""`make gpu-check`, `make gpu-bench`: every command parses, a plan holds to its budget, what did not run is no pass."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import shlex
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from rose.bench import accuracy, run, start
 from rose.cli.main import cli
+from rose.kernels import registry
 
-TOOL = Path(__file__).parents[2] / "tools" / "gpu.py"
+ROOT = Path(__file__).parents[2]
+TOOL = ROOT / "tools" / "gpu.py"
 
 
 @pytest.fixture(scope="module")
@@ -23,40 +30,106 @@ def gpu():
     return module
 
 
-def _steps(gpu):
-    sizes, out = ["20b", "120b"], Path("results")
-    return [*gpu.check_steps(sizes, "abc", out), *gpu.bench_steps(sizes, "abc", out)]
+def _asked(gpu, *sizes, **more):
+    return gpu.Asked(sizes=sizes or ("20b", "120b"), out=Path("results"), **more)
 
 
-def test_every_rose_command_line_parses(gpu):
-    lines = [s.words[2:] for s in _steps(gpu) if s.words[1] == "rose.cli.main"]
-    assert len(lines) == 4 + 2 * 7
+def _step(gpu, name, program, *, seconds=1, **more):
+    needs = {"packages": (), "tools": ()} | more
+    return gpu.Step(name=name, words=("-c", program), seconds=seconds, **needs)
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """What the commands would have measured: (parts, options of the engine)."""
+    found = []
+    errors = ("pytorch_bf16", "pytorch_bf16_last_tokens", "prefill", "decode_after_prefill")
+
+    def accurate(**options):
+        found.append(([], options))
+        return {"relative_error_of_logits": dict.fromkeys(errors, 1.0)}
+
+    monkeypatch.setattr(run, "run_parts", lambda parts, **o: found.append((parts, o)))
+    monkeypatch.setattr(start, "run_start", lambda **o: found.append(([], o)))
+    monkeypatch.setattr(accuracy, "run_accuracy", accurate)
+    return found
+
+
+def test_every_rose_command_line_is_taken(gpu, measured):
+    asked = _asked(gpu, commit="abc")
+    steps = [*gpu.check_steps(asked), *gpu.bench_steps(asked)]
+    lines = [s.words[2:] for s in steps if s.words[1] == "rose.cli.main"]
+    assert len(lines) == 4 + 2 * 4
     for words in lines:
-        # With --help at the end everything before it is parsed, and nothing is run.
-        result = CliRunner().invoke(cli, [*words, "--help"])
+        result = CliRunner().invoke(cli, [w.replace(gpu.UNTIL, "60") for w in words])
         assert result.exit_code == 0, (words, result.output)
-        context = cli.make_context("rose", list(words))
-        while context.command is not None and getattr(context, "_protected_args", None):
-            name, command, rest = context.command.resolve_command(
-                context, [*context._protected_args, *context.args]
-            )
-            context = command.make_context(name, rest, parent=context)
-        assert context.params.get("size") in ("20b", "120b")
-        assert context.params["commit"] == "abc"
+    assert len(measured) == len(lines)
+    for _, options in measured:
+        assert options["size"] in ("20b", "120b")
+        assert options["commit"] == "abc"
+        assert options["device"] == "cuda"
+        assert options["path"].parent == Path("results").absolute()
 
 
-def test_steps_name_the_cells_of_the_score_table(gpu):
-    words = [" ".join(s.words) for s in gpu.bench_steps(["20b", "120b"], None, Path("r"))]
-    latency = [w for w in words if " latency " in w]
-    assert "1,8,32,128" in latency[0]
-    assert "1,8,32,96" in latency[1]
-    assert not any("--commit" in w for w in words)
+def test_a_sweep_has_every_cell_that_was_to_be_measured(gpu, measured):
+    for size in ("20b", "120b"):
+        [sweep] = [s for s in gpu.bench_steps(_asked(gpu, size)) if s.name == f"{size} sweep"]
+        words = [w.replace(gpu.UNTIL, "60") for w in sweep.words[2:]]
+        assert CliRunner().invoke(cli, words).exit_code == 0
+    cells = {}
+    for size, (parts, options) in zip(("20b", "120b"), measured, strict=True):
+        assert options["until"] == 60
+        cells[size] = [(c.func.__name__.strip("_"), c.keywords) for part in parts for c in part]
+    for size, largest in (("20b", 128), ("120b", 96)):
+        prefill = [k["tokens"] for n, k in cells[size] if n == "prefill"]
+        decode = [k for n, k in cells[size] if n == "decode"]
+        many = [(k["num_prompts"], k["tokens"]) for n, k in cells[size] if n == "prefill_many"]
+        load = {(k["input_tokens"], k["in_flight"]) for n, k in cells[size] if n == "load"}
+        assert prefill == [8192, 32768, 65536, 128000]
+        real = [(k["batch"], k["context"]) for k in decode if not k["is_filled"]]
+        assert real == [(b, 8192) for b in (1, 8, 32, largest)]
+        filled = {(k["batch"], k["context"]) for k in decode if k["is_filled"]}
+        assert {(b, c) for b in (2, 5, 17, 48) for c in (1024, 32768, 128000)} <= filled
+        assert many == [(largest, 8192)]
+        assert load == {(t, 2**i) for t in (1024, 8192) for i in range(9)}
+        mixed = next(k for n, k in cells[size] if n == "mixed")
+        assert (mixed["batch"], mixed["prompt_tokens"]) == (32, 32768)
+        assert next(k for n, k in cells[size] if n == "growth")["steps"] == 1000
+
+
+def test_scripts_are_there_and_take_their_words(gpu):
+    steps = [s for s in gpu.bench_steps(_asked(gpu, commit="abc")) if s.words[0] != "-m"]
+    assert {Path(s.words[0]).name for s in steps} >= {
+        "prefill_timeline.py", "grammar_engine.py", "memory_plan.py", "decode_variants2.py"
+    }  # fmt: skip
+    for step in steps:
+        text = (ROOT / step.words[0]).read_text()
+        for word in step.words[1:]:
+            assert not word.startswith("--") or f'"{word}"' in text, (step.name, word)
+
+
+def test_every_cuda_kernel_is_looked_at_for_races(gpu):
+    words = [s.words for s in gpu.check_steps(_asked(gpu)) if s.name.startswith("racecheck")]
+    covered = set()
+    for line in words:
+        operation, *more = line[line.index("racecheck") + 1 :]
+        names = [i.name for i in registry.implementations(operation) if i.toolchain == "cuda"]
+        chosen = [more[1]] if more else names
+        assert set(chosen) <= set(names)
+        covered |= {(operation, name) for name in chosen}
+    wanted = {
+        (operation, i.name)
+        for operation in registry.operation_names()
+        for i in registry.implementations(operation)
+        if i.toolchain == "cuda"
+    }
+    assert covered == wanted
 
 
 def test_what_is_missing_is_said_and_the_run_is_no_pass(gpu, capsys):
     steps = [
-        gpu.Step("good", ("-c", "pass")),
-        gpu.Step("engine", ("-c", "pass"), ("no_such_package",), ("no-such-tool",)),
+        _step(gpu, "good", "pass"),
+        _step(gpu, "engine", "pass", packages=("no_such_package",), tools=("no-such-tool",)),
     ]
     assert gpu.run(steps, is_dry=False) == 1
     told = capsys.readouterr().out
@@ -65,16 +138,112 @@ def test_what_is_missing_is_said_and_the_run_is_no_pass(gpu, capsys):
 
 
 def test_a_failing_step_stops_no_other_and_is_told(gpu, capsys):
-    steps = [gpu.Step("bad", ("-c", "raise SystemExit(7)")), gpu.Step("good", ("-c", "pass"))]
+    steps = [_step(gpu, "bad", "raise SystemExit(7)"), _step(gpu, "good", "pass")]
     assert gpu.run(steps, is_dry=False) == 1
     told = capsys.readouterr().out
     assert "failed, exit code 7" in told
     assert "ok (" in told
 
 
+def test_steps_are_taken_in_order_while_they_fit(gpu, capsys):
+    steps = [
+        _step(gpu, "first", "pass", seconds=60),
+        _step(gpu, "too long", "raise SystemExit(7)", seconds=50),
+        _step(gpu, "short", "pass", seconds=30),
+    ]
+    assert gpu.run(steps, is_dry=True, budget=100) == 1
+    told = capsys.readouterr().out
+    assert "-- first: would run, about 60 s, 100 s at most" in told
+    assert "-- too long: left out: takes about 50 s, 40 s are left" in told
+    assert "-- short: would run, about 30 s, 40 s at most" in told
+    # In earnest what was spent counts, not the estimate.
+    assert gpu.run([steps[0], steps[2]], is_dry=False, budget=100) == 0
+    assert gpu.run(steps, is_dry=False, budget=40) == 1
+    assert "-- first: left out: takes about 60 s, 40 s are left" in capsys.readouterr().out
+
+
+def test_the_first_engine_of_a_bare_machine_compiles(gpu, capsys):
+    steps = [
+        _step(gpu, "kernel", "pass", seconds=10),
+        _step(gpu, "engine", "pass", seconds=10, has_engine=True),
+        _step(gpu, "another", "pass", seconds=10, has_engine=True),
+    ]
+    gpu.run(steps, is_dry=True, is_cold=True)
+    told = capsys.readouterr().out
+    assert "-- kernel: would run, about 10 s" in told
+    assert f"-- engine: would run, about {10 + gpu.COMPILE_SECONDS} s" in told
+    assert "-- another: would run, about 10 s" in told
+    assert told.splitlines()[-1].split()[1:] == [str(30 + gpu.COMPILE_SECONDS), "s"]
+
+
+CHILD = "import time; time.sleep(60)"
+STUBBORN = f"""
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", {CHILD!r}])
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_step_is_cut_at_its_limit_with_all_that_it_started(gpu, capfd, monkeypatch):
+    monkeypatch.setattr(gpu, "END_SECONDS", 0.2)
+    begin = time.perf_counter()
+    assert gpu.run([_step(gpu, "endless", STUBBORN)], is_dry=False, budget=2) == 1
+    assert time.perf_counter() - begin < 20
+    told = capfd.readouterr().out
+    assert "cut off after 2 s; what it had measured is recorded" in told
+    [child] = [int(line) for line in told.splitlines() if line.isdigit()]
+    status = Path(f"/proc/{child}/status")
+    deadline = time.monotonic() + 10
+    while status.exists() and "zombie" not in status.read_text():
+        assert time.monotonic() < deadline, "a child outlived its step"
+        time.sleep(0.01)
+
+
+def test_a_step_learns_when_to_begin_nothing_more(gpu, capfd):
+    step = _step(gpu, "sweep", f"print('until', {gpu.UNTIL!r})", seconds=30)
+    assert gpu.run([step], is_dry=False) == 0
+    assert "until 70" in capfd.readouterr().out  # 2 x 30 + 30, and 20 to end in
+    assert gpu.run([step], is_dry=False, budget=60) == 0
+    assert "until 40" in capfd.readouterr().out
+
+
+def test_a_patched_step_runs_in_a_copy(gpu, capfd, tmp_path):
+    patch = tmp_path / "a.patch"
+    patch.write_text("--- /dev/null\n+++ b/src/patched.py\n@@ -0,0 +1 @@\n+WORD = 'patched'\n")
+    program = "import os, patched; print(patched.WORD, os.path.isdir('benchmarks'))"
+    assert gpu.run([_step(gpu, "draw", program, patch=patch)], is_dry=False) == 0
+    assert "patched True" in capfd.readouterr().out
+    assert not (ROOT / "src" / "patched.py").exists()
+
+
+def test_the_patch_of_the_draw_applies(gpu, tmp_path):
+    [step] = [s for s in gpu.bench_steps(_asked(gpu)) if s.patch is not None]
+    gpu.copy_patched(step.patch, tmp_path)
+    changed = "src/rose/kernels/sample/draw_cluster.cuh"
+    assert (tmp_path / changed).read_text() != (ROOT / changed).read_text()
+
+
 def test_unknown_words_are_answered_with_the_steps_there_are(gpu, capsys):
     with pytest.raises(SystemExit):
         gpu.main(["bench", "--only", "nothing", "--dry-run"])
-    assert "20b latency" in capsys.readouterr().err
-    assert gpu.main(["bench", "--only", "20b start", "--dry-run"]) == 1
-    assert capsys.readouterr().out.count("== 20b start") == 2
+    assert "20b sweep" in capsys.readouterr().err
+    assert gpu.main(["bench", "--only", "20b start, memory plan", "--dry-run"]) == 1
+    told = capsys.readouterr().out
+    assert told.count("-- 20b start") == 2
+    assert told.count("-- 120b memory plan") == 1
+    assert "sweep" not in told
+    with pytest.raises(SystemExit):
+        gpu.main(["bench", "--sizes", "7b"])
+    assert "takes 20b, 120b, tiny" in capsys.readouterr().err
+
+
+def test_make_hands_its_variables_over():
+    words = ["make", "-n", "gpu-bench", "BUDGET=540", "ONLY=20b sweep", "OUT=/results", "DRY=1"]
+    environment = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL")}
+    shown = subprocess.check_output(words, cwd=ROOT, text=True, env=environment)
+    given = shlex.split(shown.replace("\\\n", " "))
+    for pair in (["--budget", "540"], ["--only", "20b sweep"], ["--out", "/results"]):
+        assert given[given.index(pair[0]) + 1] == pair[1]
+    assert given[-1] == "--dry-run"

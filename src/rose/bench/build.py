@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from rose.config.cache import CacheConfig
 from rose.config.engine import EngineConfig, KernelsConfig
 from rose.config.quant import QuantConfig
-from rose.config.scheduler import SchedulerConfig
+from rose.config.scheduler import GPU_TOKENS, SchedulerConfig
 from rose.engine.engine import LLMEngine
 from rose.models.gpt_oss.config import GptOssConfig, published, tiny
 from rose.models.gpt_oss.model import GptOss
@@ -28,13 +28,14 @@ class BenchSetup:
     device: DeviceFacts
     seed: int
     is_trial: bool = False
-    """Layers were cut off: runs, but is no result."""
+    """Layers were cut off, or a step holds other than the usual tokens: runs, but is no result of the score table."""
 
     @property
     def name(self) -> str:
         """Name of the serving configuration, for the result lines."""
-        quant = self.config.quant
-        return f"weights={quant.weights} activations={quant.activations} kv={quant.kv}"
+        quant, tokens = self.config.quant, self.config.scheduler.step_tokens
+        words = f"weights={quant.weights} activations={quant.activations} kv={quant.kv}"
+        return words if tokens == GPU_TOKENS[0] else f"{words} step={tokens}"
 
 
 def setup(
@@ -47,7 +48,7 @@ def setup(
     layers: int | None = None,
     kv_tokens: int | None = None,
     prefix_cache: bool = True,
-    max_step_tokens: int = 16384,
+    max_step_tokens: int = GPU_TOKENS[0],
     max_mixed_tokens: int = 4096,
     graphs: bool = True,
 ) -> BenchSetup:
@@ -77,7 +78,7 @@ def setup(
         model_config=model_config,
         device=facts,
         seed=seed,
-        is_trial=layers is not None,
+        is_trial=layers is not None or max_step_tokens != GPU_TOKENS[0],
     )
 
 
