@@ -225,9 +225,6 @@ __global__ void __launch_bounds__(kGroups * 128, 1)
       let_next_kernel_start();
       has_waited = true;
     }
-#ifdef ROSE_TRY_SYNC
-    __syncthreads();
-#endif
     split_operand<kN, kGateUp, kGroups * 4>(c, h, order, shared + l.x, factors,
                                             reinterpret_cast<uint32_t(*)[kMostWarps]>(shared + l.largest));
     fence_proxy_async();
@@ -260,12 +257,8 @@ __global__ void __launch_bounds__(kGroups * 128, 1)
 #pragma unroll
         for (int s = 0; s < 4; ++s) codes[s] = load_matrices(source ^ (32 * s));
         if (++stage == kStages) stage = 0, parity ^= 1;
-        // The chunk is in registers: it may be filled anew.
-#ifdef ROSE_TRY_LOADED
-        sync_after(codes, 1 + group);
-#else
-        named_sync(1 + group, 128);
-#endif
+        // Once the chunk has arrived in registers it may be filled anew.
+        named_sync_after(1 + group, 128, codes[0].x, codes[1].x, codes[2].x, codes[3].x);
         if (is_issuer) issue();
         const bool is_last = chunk == kChunks - 1;
         const uint32_t x_tile = x_at + chunk * (4 * kN * 128 / 16);
@@ -284,19 +277,7 @@ __global__ void __launch_bounds__(kGroups * 128, 1)
           for (int b = 0; b < 2; ++b) {
             const uint32_t x_block = x_tile + ((s >> 1) * 2 * kN * 128 + (2 * (s & 1) + b) * 32) / 16;
             wgmma_e4m3_narrow<kN, false>(sums[b], now[b], whole_descriptor(x_block));
-#ifdef ROSE_TRY_ALONE
-            wgmma_commit();
-            wgmma_wait<0>();
-            settle(sums[b]);
-            wgmma_fence();
-#endif
             wgmma_e4m3_narrow<kN, true>(sums[b], now[b], whole_descriptor(x_block + kN * 128 / 16));
-#ifdef ROSE_TRY_ALONE
-            wgmma_commit();
-            wgmma_wait<0>();
-            settle(sums[b]);
-            wgmma_fence();
-#endif
           }
           wgmma_commit();
           under_way = scales + 2 * s;

@@ -25,19 +25,6 @@ SHAPES = (
     Launch(width=16, warps=12, stages=4),
     Launch(width=24, warps=12, stages=2),
 )
-TRIALS = {
-    "codes have arrived before their chunk is given back": "ROSE_TRY_LOADED",
-    "one more barrier of the block between experts": "ROSE_TRY_SYNC",
-    "every product is waited for": "ROSE_TRY_ALONE",
-}
-"""What may end the rare differences between two runs: a define each."""
-
-
-def trials() -> dict[str, CudaLibrary]:
-    """Return the kernel with each of `TRIALS`."""
-    return {
-        words: CudaLibrary(LIBRARY.source, defines=(define,)) for words, define in TRIALS.items()
-    }
 
 
 def fits(shape: Launch, num_tokens: int, sizes: Sizes) -> bool:

@@ -23,15 +23,6 @@ __device__ __forceinline__ uint32_t larger_magnitudes(uint32_t a, uint32_t b) {
 
 __device__ __forceinline__ uint32_t warp_max(uint32_t v) { return __reduce_max_sync(~0u, v); }
 
-// named_sync of 128 threads that is not passed before the words have arrived: its predicate is made from them.
-__device__ __forceinline__ void sync_after(const uint4 (&v)[4], uint32_t id) {
-  uint32_t any = 0;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) any |= v[i].x ^ v[i].y ^ v[i].z ^ v[i].w;
-  asm volatile("{\n.reg .pred p, q;\nsetp.eq.b32 p, %0, 1;\nbar.red.or.pred q, %1, 128, p;\n}" ::"r"(any), "r"(id)
-               : "memory");
-}
-
 // Keeps what computes `v` from moving behind what follows.
 __device__ __forceinline__ void settle_words(uint32_t (&v)[2][4]) {
   asm volatile("" : "+r"(v[0][0]), "+r"(v[0][1]), "+r"(v[0][2]), "+r"(v[0][3]), "+r"(v[1][0]), "+r"(v[1][1]),

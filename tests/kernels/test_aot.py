@@ -111,13 +111,15 @@ def test_every_shipped_kernel_keeps_its_promises():
         ({"matrix_instructions": []}, "without a tensor-core instruction"),
         ({"shared_bytes": MAX_SHARED_BYTES + 1}, "of shared memory"),
         ({"spill_bytes": 12}, "spills 12 bytes, 8 are stated"),
+        ({"late_reads": ["a", "b"]}, "before 2 reads have arrived, 1 are stated (a)"),
     ],
 )
 def test_broken_promises_are_named(change, word):
-    stated = {"gemm": (8, "reason"), "other": (100, "reason")}
-    assert GOOD.problems(stated) == []
-    assert replace(GOOD, spill_bytes=8).problems(stated) == []
-    (problem,) = replace(GOOD, **change).problems(stated)
+    spills = {"gemm": (8, "reason"), "other": (100, "reason")}
+    late = {"gemm": (1, "reason"), "other": (100, "reason")}
+    assert GOOD.problems({}, {}) == []
+    assert replace(GOOD, spill_bytes=8, late_reads=["a"]).problems(spills, late) == []
+    (problem,) = replace(GOOD, **change).problems(spills, late)
     assert word in problem
     assert problem.startswith("gemm/triton gemm_kernel qkv_1")
 

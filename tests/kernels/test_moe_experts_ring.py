@@ -9,6 +9,7 @@ import pytest
 
 from fakes import decode_experts
 from rose.kernels import build, registry
+from rose.kernels.aot_code import inspect_cuda
 from rose.kernels.moe_experts import cases
 from rose.kernels.moe_experts.cuda_decode_calls import Launch
 from rose.utils.device import DeviceFacts
@@ -99,7 +100,9 @@ def test_the_chosen_shape_fits_a_multiprocessor(tokens):
 
 @pytest.mark.slow
 @pytest.mark.skipif(build.find_nvcc() is None, reason="nvcc is not installed")
-def test_kernels_compile_without_spills_and_products_are_not_serialised():
+def test_kernels_compile_without_spills_or_late_reads_and_products_are_not_serialised():
+    compiled = inspect_cuda("moe_experts", impl.LIBRARY)
+    assert [p for c in compiled for p in c.problems({}, {})] == []
     log = impl.LIBRARY.build().log
     registers = [int(r) for r in re.findall(r"Used (\d+) registers", log)]
     assert len(registers) == 2

@@ -11,6 +11,7 @@ import pytest
 
 from fakes import decode_experts
 from rose.kernels import build
+from rose.kernels.aot_code import inspect_cuda
 from rose.kernels.moe_experts import cases
 from rose.kernels.moe_experts.cuda_decode_calls import Launch
 
@@ -70,7 +71,9 @@ def test_the_ring_goes_round_within_a_tile_and_across_tiles():
 
 
 @pytest.mark.skipif(build.find_nvcc() is None, reason="nvcc is not installed")
-def test_kernels_compile_without_spills_and_products_are_not_serialised():
+def test_kernels_compile_without_spills_or_late_reads_and_products_are_not_serialised():
+    compiled = inspect_cuda("moe_experts", e4m3.LIBRARY)
+    assert [p for c in compiled for p in c.problems({}, {})] == []
     log = e4m3.LIBRARY.build().log
     assert log.count("Compiling entry function") == 2 * len(e4m3.SHAPES)
     assert set(re.findall(r"(\d+) bytes spill", log)) == {"0"}

@@ -66,8 +66,8 @@ def compile_operation(
 
 def problems(name: str, compiled: list[Compiled]) -> list[str]:
     """Return what is wrong with an operation's kernels; an empty list is the aim."""
-    allowed = stated_spills(name)
-    found = [p for c in compiled for p in c.problems(allowed)]
+    spills, late = stated(name, "SPILLS"), stated(name, "LATE_READS")
+    found = [p for c in compiled for p in c.problems(spills, late)]
     modules = "".join(path.read_text() for path in _folder(name).glob("*.py"))
     found += [
         f"{source.name} of {name} is named by no module of its folder; remove it"
@@ -77,12 +77,13 @@ def problems(name: str, compiled: list[Compiled]) -> list[str]:
     return found
 
 
-def stated_spills(name: str) -> dict[str, tuple[int, str]]:
-    """Return kernel name (or a part of it) -> (bytes, reason), from the `SPILLS` of the folder's modules."""
+def stated(name: str, what: str) -> dict[str, tuple[int, str]]:
+    """Return kernel name (or a part of it) -> (number, reason), from the `SPILLS` (bytes) or `LATE_READS` of the
+    folder's modules."""
     found: dict[str, tuple[int, str]] = {}
     for module_name, module in sorted(sys.modules.items()):
         if module_name.startswith(f"rose.kernels.{name}."):
-            found.update(getattr(module, "SPILLS", {}))
+            found.update(getattr(module, what, {}))
     return found
 
 

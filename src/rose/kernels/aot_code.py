@@ -1,4 +1,4 @@
-"""What the machine code of a compiled kernel shows: tensor-core instructions, spills, shared memory."""
+"""What the machine code of a compiled kernel shows: tensor-core instructions, spills, shared memory and its reads."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rose.kernels.aot_reads import late_reads
 from rose.kernels.build import CudaLibrary, disassemble, find_cuobjdump
 from rose.utils.errors import RoseError
 
@@ -37,6 +38,8 @@ class Compiled:
     has_product: bool
     """Its source multiplies matrices of a format that tensor cores take."""
     matrix_instructions: list[str] = field(default_factory=list)
+    late_reads: list[str] = field(default_factory=list)
+    """Reads of shared memory that are not waited for before the memory is given back (aot_reads.py), in words."""
 
     @property
     def name(self) -> str:
@@ -45,8 +48,10 @@ class Compiled:
             filter(None, (f"{self.operation}/{self.implementation}", self.kernel, self.case))
         )
 
-    def problems(self, spills: Mapping[str, tuple[int, str]]) -> list[str]:
-        """Return what is wrong; `spills`: (part of) kernel name -> (bytes allowed, reason)."""
+    def problems(
+        self, spills: Mapping[str, tuple[int, str]], late: Mapping[str, tuple[int, str]]
+    ) -> list[str]:
+        """Return what is wrong; `spills`, `late`: (part of) kernel name -> (bytes or reads allowed, reason)."""
         found = []
         if self.has_product and not self.matrix_instructions:
             found.append(f"{self.name}: multiplies matrices without a tensor-core instruction")
@@ -54,13 +59,23 @@ class Compiled:
             found.append(
                 f"{self.name}: {self.shared_bytes} bytes of shared memory, a block may have {MAX_SHARED_BYTES}"
             )
-        allowed = max((b for part, (b, _) in spills.items() if part in self.kernel), default=0)
+        allowed = self._allowed(spills)
         if self.spill_bytes > allowed:
             found.append(
                 f"{self.name}: spills {self.spill_bytes} bytes, {allowed} are stated; use fewer registers, or "
                 "state bytes and reason in SPILLS of a module of its folder"
             )
+        allowed = self._allowed(late)
+        if len(self.late_reads) > allowed:
+            found.append(
+                f"{self.name}: gives shared memory back before {len(self.late_reads)} reads have arrived, {allowed} "
+                f"are stated ({self.late_reads[0]}); let the barrier use what was read (named_sync_after, "
+                "mbarrier_arrive_after), or state number and reason in LATE_READS of a module of its folder"
+            )
         return found
+
+    def _allowed(self, stated: Mapping[str, tuple[int, str]]) -> int:
+        return max((n for part, (n, _) in stated.items() if part in self.kernel), default=0)
 
 
 def inspect_triton(
@@ -86,6 +101,7 @@ def inspect_triton(
         shared_bytes=kernel.metadata.shared,
         has_product=_DOT.search(source) is not None,
         matrix_instructions=_matrix_instructions(code),
+        late_reads=late_reads(code),
     )
 
 
@@ -117,6 +133,7 @@ def inspect_cuda(operation: str, library: CudaLibrary) -> list[Compiled]:
                 shared_bytes=_number(r"(\d+) bytes smem", report),
                 has_product=bool(instructions),
                 matrix_instructions=instructions,
+                late_reads=late_reads(code[name]),
             )
         )
     if not found:

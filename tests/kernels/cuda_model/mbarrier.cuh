@@ -78,6 +78,20 @@ inline void named_sync(uint32_t id, uint32_t threads) {
   while (named.generation == generation) model::yield("a named barrier");
 }
 
+// Here a load has arrived before what follows it.
+template <class... Words>
+inline uint32_t mix(Words... words) {
+  return (words ^ ...);
+}
+template <class... Words>
+inline void named_sync_after(uint32_t id, uint32_t threads, Words...) {
+  named_sync(id, threads);
+}
+template <class... Words>
+inline void mbarrier_arrive_after(uint32_t barrier, Words...) {
+  mbarrier_arrive(barrier);
+}
+
 inline void fence_proxy_async() {
   auto& unfenced = model::block->fibers[model::block->current].unfenced;
   for (uint32_t byte : unfenced) model::block->is_unfenced[byte] = 0;

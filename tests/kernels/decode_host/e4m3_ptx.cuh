@@ -29,7 +29,6 @@ inline uint32_t warp_max(uint32_t v) {
   for (int i = 0; i < 32; ++i) most = std::max(most, exchange(v, i));
   return most;
 }
-inline void sync_after(const uint4 (&)[4], uint32_t id) { named_sync(id, 128); }
 inline void settle_words(uint32_t (&)[2][4]) {}
 
 // Source: OCP 8-bit floating point specification: exponent bias 7, subnormals in steps of 2^-9, NaN 0x7F.

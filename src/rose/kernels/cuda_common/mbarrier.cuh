@@ -98,6 +98,39 @@ __device__ __forceinline__ void named_arrive(uint32_t id, uint32_t threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Giving shared memory back to the copy engine after it was read by ld.shared or ldmatrix.
+//
+// HAZARD: a load is only issued before a barrier that follows it; its registers are filled later, and nothing but an
+// instruction that uses them waits for that (by the load's scoreboard). The compiler puts no wait before a barrier:
+// ordinary stores after it queue up behind the loads, so that it needs none. The copy engine does not queue up there.
+// Where other warps' loads from memory hold up a load from shared memory for longer than a copy takes, it reads what
+// the copy wrote: seen in a few of a hundred thousand numbers of decode experts. __syncwarp() waits for no load
+// either. So the barrier itself has to use what was read: `words`, one of each load, since a load's registers share a
+// scoreboard, and a scoreboard belongs to the warp: one lane may arrive for it. aot_reads.py looks for it in the
+// machine code.
+template <class... Words>
+__device__ __forceinline__ uint32_t mix(Words... words) {
+  return (words ^ ...);
+}
+
+// named_sync, not passed before `words` have arrived: its predicate is made from them, its result is nobody's.
+template <class... Words>
+__device__ __forceinline__ void named_sync_after(uint32_t id, uint32_t threads, Words... words) {
+  asm volatile("{\n.reg .pred p, q;\nsetp.eq.b32 p, %2, 1;\nbar.red.or.pred q, %0, %1, p;\n}" ::"r"(id), "r"(threads),
+               "r"(mix(words...))
+               : "memory");
+}
+
+// mbarrier_arrive, not before `words` have arrived: one of two, whichever of them they choose.
+template <class... Words>
+__device__ __forceinline__ void mbarrier_arrive_after(uint32_t barrier, Words... words) {
+  asm volatile(
+      "{\n.reg .pred p;\n.reg .b64 state;\nsetp.eq.b32 p, %1, 1;\n"
+      "@p mbarrier.arrive.shared::cta.b64 state, [%0];\n@!p mbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(barrier),
+      "r"(mix(words...))
+      : "memory");
+}
+
 // Clusters: blocks that see each other's shared memory.
 __device__ __forceinline__ uint32_t cluster_rank() {
   uint32_t rank;

@@ -219,8 +219,9 @@ __global__ void __launch_bounds__(kGroups * 128, 1)
           const uint32_t scale_low = (scales[4 * i - past] * 128 + 62 * 128) * 0x10001u;
           const uint32_t scale_high = (scales[4 * i - past + blocks] * 128 + 62 * 128) * 0x10001u;
           if (i == 0) {
-            // The chunk is in registers: it may be filled anew.
-            named_sync(1 + group, 128);
+            // Once the chunk has arrived in registers it may be filled anew.
+            named_sync_after(1 + group, 128, codes[0].low.x, codes[0].high.x, codes[1].low.x, codes[1].high.x, scale_low,
+                             scale_high);
             if (is_issuer) issue();
           }
 #pragma unroll

@@ -198,13 +198,15 @@ __device__ __forceinline__ void multiply(float (&part)[kN / 2], const uint32_t (
   for (int v = 0; v < kSteps; ++v) wgmma_e4m3<kN>(part, a[v], advance(x, 32 * v), v > 0);
 }
 
-// `scales`: of this thread's first two tokens of the piece.
+// `scales`: of this thread's first two tokens of the piece. Returns a word that has not arrived before all of them.
 template <int kN>
-__device__ __forceinline__ void promote(float (&low)[kN / 2], float (&high)[kN / 2], const float (&part)[2][kN / 2],
-                                        uint32_t scales) {
+__device__ __forceinline__ uint32_t promote(float (&low)[kN / 2], float (&high)[kN / 2], const float (&part)[2][kN / 2],
+                                            uint32_t scales) {
+  uint32_t read = 0;
 #pragma unroll
   for (int j = 0; j < kN / 8; ++j) {
     const float scale0 = load_shared(scales + 32 * j), scale1 = load_shared(scales + 32 * j + 4);
+    read = mix(read, __float_as_uint(scale0), __float_as_uint(scale1));
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int d = 4 * j + 2 * h;
@@ -214,6 +216,7 @@ __device__ __forceinline__ void promote(float (&low)[kN / 2], float (&high)[kN /
       high[d + 1] -= part[1][d + 1] * scale1;
     }
   }
+  return read;
 }
 
 // Where a thread finds its things in every stage.
@@ -255,9 +258,9 @@ __device__ __forceinline__ void multiply_stage(float (&total)[2][2][kN / 2], uin
   wgmma_wait<0>();
   settle(part[0]);
   settle(part[1]);
-  promote<kN>(total[0][1], total[1][1], part, scales + 4 * kN);
+  const uint32_t read = promote<kN>(total[0][1], total[1][1], part, scales + 4 * kN);
   __syncwarp();
-  if (is_arriving()) mbarrier_arrive(empty);
+  if (is_arriving()) mbarrier_arrive_after(empty, read);
   if (has_next) expand<P, 4>(a[1], 1, next + P::kCodesAt + mine.codes, offsets, table);
 }
 
