@@ -23,35 +23,20 @@ from rose.kernels.weights import ExpertWeights
 
 FOLDER = Path(cuda_fused.__file__).parent
 MODEL = Path(__file__).parent / "cuda_model"
+PLAIN = (build.COMMON / "ring.cuh", build.COMMON / "warp.cuh")
+"""Headers that the model takes as they are."""
 TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "f": ctypes.c_float}
-KEPT = {
-    "prefill_tiles.cuh": [
-        r"constexpr int kTileRows.*?(?=struct Rows)",
-        r"struct Rows .*?\n};\n",
-        r"template <int kStages>\nstruct Ring .*?\n};\n",
-        r"[^\n]*void transpose_lanes.*?\n}\n",
-        r"[^\n]*void transpose_quad.*?}\n",
-        r"[^\n]*uint4 transpose_bytes.*?\n}\n",
-    ],
-    "prefill_rows.cuh": [r"template <int kChosenMax[^\n]*\n__global__ void quantize_wide.*?\n}\n"],
-}
-"""What the fused kernel takes from files whose other kernels the model cannot run."""
+QUANTIZE = r"template <int kChosenMax[^\n]*\n__global__ void quantize_wide.*?\n}\n"
+"""Of prefill_rows.cuh, whose other kernels the model cannot run."""
 
 
 def sources(folder: Path, name: str, edits: tuple[tuple[str, str], ...] = ()) -> Path:
     """Put the kernel `prefill_<name>.cuh` and the model side by side; return the file to compile."""
-    for path in (*MODEL.glob("*.cuh"), build.COMMON / "warp.cuh"):
+    for path in (*MODEL.glob("*.cuh"), *PLAIN, FOLDER / "prefill_tiles.cuh"):
         shutil.copy(path, folder)
-    for kept, patterns in KEPT.items():
-        text = (FOLDER / kept).read_text()
-        parts = []
-        for pattern in patterns:
-            found = re.search(pattern, text, re.DOTALL)
-            assert found is not None, pattern
-            parts.append(found.group())
-        includes = "".join(f'#include "{n}.cuh"\n' for n in ("launch", "tma", "prefill_ptx"))
-        body = "\n".join(parts)
-        (folder / kept).write_text(f"#pragma once\n{includes}namespace rose::moe {{\n{body}}}\n")
+    found = re.search(QUANTIZE, (FOLDER / "prefill_rows.cuh").read_text(), re.DOTALL)
+    assert found is not None
+    (folder / "prefill_rows.cuh").write_text(f"namespace rose::moe {{\n{found.group()}}}\n")
     (folder / "prefill_permute.cuh").write_text("#pragma once\n")
     launch = r"product<P><<<(.*?), P::kThreads, P::kSharedBytes, stream>>>\(p\);"
     run = r"return model::run([=] { product<P>(p); }, \1, P::kThreads, P::kSharedBytes);"

@@ -35,7 +35,7 @@ def sources(folder: Path, edits: tuple[tuple[str, str, str], ...] = ()) -> Path:
     """Put the kernel and the model side by side; return the file to compile. `edits`: (file, old, new)."""
     for path in FOLDER.glob("*.cuh"):
         shutil.copy(path, folder)
-    for path in (*MODEL.glob("*.cuh"), build.COMMON / "warp.cuh"):
+    for path in (*MODEL.glob("*.cuh"), build.COMMON / "ring.cuh", build.COMMON / "warp.cuh"):
         shutil.copy(path, folder)
     text = cuda_impl.SOURCE.read_text()
     (folder / "main.cpp").write_text(text)

@@ -74,7 +74,7 @@ __device__ __forceinline__ Cut cut_of(const Parameters& p) {
 // piece met in the shuffles of walk_items.
 __device__ __forceinline__ void hand_out(const Item& item, int index, const Cut& cut, const FullShared& shared,
                                          uint8_t* raw, const CUtensorMap* map_q, unsigned count,
-                                         const Place<kQuerySlots>& slot) {
+                                         const Cursor<kQuerySlots>& slot) {
   const int lane = threadIdx.x & 31;
   if (lane < kWarpgroups) {
     mbarrier_wait(shared.query_empty(slot.stage, lane), slot.parity ^ 1);
@@ -98,8 +98,8 @@ __device__ void produce(const Parameters& p, const FullShared& shared, uint8_t* 
   const Tables tables(shared.tables(raw), p.num_sequences);
   const Cut cut = cut_of(p);
   const int value_step = p.num_groups * p.page_tokens;
-  Place<kStages> place;
-  Place<kQuerySlots> slot;
+  Cursor<kStages> place;
+  Cursor<kQuerySlots> slot;
   Walk walk{int(blockIdx.x), int(gridDim.x)};
   for (int count = 0;; ++count, slot.advance()) {
     const int index = walk.next(tables.tiles_before[p.num_sequences] * p.num_groups);

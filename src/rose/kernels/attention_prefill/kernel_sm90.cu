@@ -12,6 +12,7 @@
 #include "mbarrier.cuh"
 #include "profile.cuh"
 #include "ptx.cuh"
+#include "ring.cuh"
 #include "tma.cuh"
 #include "warp.cuh"
 #include "wgmma.cuh"
@@ -56,19 +57,6 @@ __device__ __forceinline__ void check_base(const uint8_t* raw) {
   if (((shared_address(raw) + 1023) & ~1023u) != kBase) __trap();
 }
 
-// A place in a ring of stages and the parity of its current use.
-template <int kStages>
-struct Place {
-  int stage = 0;
-  uint32_t parity = 0;
-  __device__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
 // Fill the tables of sequences; warp 0 counts the tiles before each, which are count(new tokens, length).
 template <class Count>
 __device__ void count_tiles(const Parameters& p, const Tables& tables, Count count) {
@@ -95,9 +83,9 @@ __device__ void count_tiles(const Parameters& p, const Tables& tables, Count cou
   }
 }
 
-// Exchange words among four neighbouring threads: thread t gives word j of `w` to thread j and ends with
-// word t of threads 0, 1, 2, 3.
-__device__ __forceinline__ uint4 transpose_quad(uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3, int t) {
+// Exchange words among four neighbouring threads: thread t gives word j to thread j and ends with word t of threads
+// 0, 1, 2, 3. What transpose_quad of warp.cuh does; this way ptxas makes the code that was measured.
+__device__ __forceinline__ uint4 gather_words(uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3, int t) {
   const bool odd = t & 1, upper = t & 2;
   uint32_t r0 = __shfl_xor_sync(~0u, odd ? w0 : w1, 1);
   uint32_t r1 = __shfl_xor_sync(~0u, odd ? w2 : w3, 1);
@@ -120,8 +108,8 @@ __device__ __forceinline__ void store_output(__nv_bfloat16* out, int stride, con
     uint32_t w[8];
 #pragma unroll
     for (int j = 0; j < 8; ++j) w[j] = pack_bf16(o[4 * j + 2 * h] * inverse, o[4 * j + 2 * h + 1] * inverse);
-    const uint4 left = transpose_quad(w[0], w[1], w[2], w[3], t);
-    const uint4 right = transpose_quad(w[4], w[5], w[6], w[7], t);
+    const uint4 left = gather_words(w[0], w[1], w[2], w[3], t);
+    const uint4 right = gather_words(w[4], w[5], w[6], w[7], t);
     const int local = row + 8 * h;
     if (local >= begin && local < end) {
       __nv_bfloat16* to = out + local * stride + 8 * t;

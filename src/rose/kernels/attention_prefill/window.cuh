@@ -42,7 +42,7 @@ __device__ void produce_window(const Parameters& p, const WindowShared& shared, 
   const Tables tables(shared.tables(raw), p.num_sequences);
   const int num_items = tables.tiles_before[p.num_sequences] * p.num_groups;
   const int heads_per_group = p.num_heads / p.num_groups;
-  Place<WindowShared::kSlots> place, turn;  // turn: of one warpgroup's queries; all advance together
+  Cursor<WindowShared::kSlots> place, turn;  // turn: of one warpgroup's queries; all advance together
   int wg = 0;
   for (int index = blockIdx.x; index < num_items; index += gridDim.x, place.advance()) {
     const WindowItem item = find_window_item(tables, p.num_sequences, p.num_groups, p.window, index);
@@ -162,7 +162,7 @@ __device__ __forceinline__ void consume_window(const Parameters& p, const Window
   const Tables tables(shared.tables(raw), p.num_sequences);
   const int num_items = tables.tiles_before[p.num_sequences] * p.num_groups;
   const int heads_per_group = p.num_heads / p.num_groups;
-  Place<WindowShared::kSlots> place, turn;
+  Cursor<WindowShared::kSlots> place, turn;
   int head = wg;  // of the item, this warpgroup's next
   for (int index = blockIdx.x; index < num_items; index += gridDim.x, place.advance()) {
     mbarrier_wait(shared.item_full(place.stage), place.parity);

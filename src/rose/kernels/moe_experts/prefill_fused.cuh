@@ -19,6 +19,7 @@
 #include "prefill_permute.cuh"
 #include "prefill_ptx.cuh"
 #include "prefill_tiles.cuh"
+#include "ring.cuh"
 #include "warp.cuh"
 
 namespace rose::moe::fused {
@@ -166,7 +167,7 @@ template <typename P>
 __device__ __forceinline__ void fill_stages(const Problem& p, int num_items, const Shared& at) {
   const int k_blocks = (p.k + kBlockK - 1) / kBlockK, lane = threadIdx.x % 32;
   const int column_blocks = (p.n + kColumns - 1) / kColumns;
-  Ring<P::kStages> ring;
+  Cursor<P::kStages> ring;
   Walk<P> walk(p, num_items);
   float bias[P::kWide / 32];
   if (walk.has_next) load_bias<P>(bias, p, walk.next, lane);
@@ -178,7 +179,7 @@ __device__ __forceinline__ void fill_stages(const Problem& p, int num_items, con
     const int column_block = min(place.column / kColumns + lane % P::kRuns, column_blocks - 1);
     const float* w_scales = p.w_scales + (size_t(place.expert) * column_blocks + column_block) * k_blocks;
     float w_scale = __ldg(w_scales);
-    for (int kb = 0; kb < k_blocks; ++kb, ring.next()) {
+    for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
       mbarrier_wait(at.empty + 8 * ring.stage, ring.parity ^ 1);
       __syncwarp();  // before lane 0 lets the next phase begin
       const uint32_t barrier = at.full + 8 * ring.stage;
@@ -224,11 +225,11 @@ template <typename P>
 __device__ __forceinline__ void fill_packed(const Problem& p, int num_items, const Shared& at) {
   const int k_blocks = (p.k + kBlockK - 1) / kBlockK, lane = threadIdx.x % 32;
   const int row_bytes = p.k / 32;
-  Ring<kPackedStages> ring;
+  Cursor<kPackedStages> ring;
   Walk<P> walk(p, num_items);
   while (walk.advance()) {
     const Place place = walk.place;
-    for (int kb = 0; kb < k_blocks; ++kb, ring.next()) {
+    for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
       mbarrier_wait(at.packed_empty + 8 * ring.stage, ring.parity ^ 1);
       __syncwarp();  // before lane 0 lets the next phase begin
       const uint32_t barrier = at.packed_full + 8 * ring.stage;
@@ -273,15 +274,15 @@ __device__ __forceinline__ void expand(const Problem& p, int num_items, const Sh
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32, block = lane % 4;
   const int row = 32 * warp + lane / 4;
   const uint32_t chunk0 = ((2 * block) ^ (lane / 4)) * 16, chunk1 = chunk0 ^ 16;
-  Ring<kPackedStages> packed_ring;
-  Ring<P::kStages> ring;
+  Cursor<kPackedStages> packed_ring;
+  Cursor<P::kStages> ring;
   for (int round = 0; item_of_round(round) < num_items; ++round) {
     for (int pass = 0; pass < P::kPasses; ++pass) {
       const uint8_t* exponents = nullptr;  // of this lane's block in row i = 0
       const int* tile_exponent = nullptr;
       int exponent[4], tile = 0, rows_left = 0;
       bool is_last_pass = false;
-      for (int kb = 0; kb < k_blocks; ++kb, packed_ring.next(), ring.next()) {
+      for (int kb = 0; kb < k_blocks; ++kb, packed_ring.advance(), ring.advance()) {
         mbarrier_wait(at.packed_full + 8 * packed_ring.stage, packed_ring.parity);
         const uint32_t packed = at.base + P::kPacked + packed_ring.stage * kPackedPitch;
         if (kb == 0) {
@@ -526,7 +527,7 @@ __device__ __forceinline__ void seed(float (&total)[2][64], uint32_t bias, int q
 
 // Wait for a stage and multiply it. `scales_at`: where this thread's scales of A are beside the stage.
 template <typename P, int kSteps>
-__device__ __forceinline__ void stage(float (&total)[2][64], const Shared& at, const Ring<P::kStages>& ring,
+__device__ __forceinline__ void stage(float (&total)[2][64], const Shared& at, const Cursor<P::kStages>& ring,
                                       uint32_t scales_at, int pieces, int consumer) {
   const uint32_t a = at.base + ring.stage * P::kStageBytes;
   const uint32_t aside = at.base + P::kAside + ring.stage * P::kAsideBytes;
@@ -547,7 +548,7 @@ template <typename P>
 __device__ __forceinline__ void consume(const Problem& p, int num_items, const Shared& at) {
   const int k_blocks = (p.k + kBlockK - 1) / kBlockK, k_full = p.k / kBlockK;
   const int consumer = uniform(threadIdx.x / 128);
-  Ring<P::kStages> ring;
+  Cursor<P::kStages> ring;
   for (int round = 0; item_of_round(round) < num_items; ++round) {
     for (int pass = 0; pass < P::kPasses; ++pass) {
       mbarrier_wait(at.full + 8 * ring.stage, ring.parity);
@@ -557,7 +558,7 @@ __device__ __forceinline__ void consume(const Problem& p, int num_items, const S
       const int pieces = pieces_of<P>(p, place, consumer);
       const bool is_last = place.column + P::kWide >= p.n;
       if (pieces == 0) {
-        for (int kb = 0; kb < k_blocks; ++kb, ring.next()) {
+        for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
           mbarrier_wait(at.full + 8 * ring.stage, ring.parity);
           __syncwarp();
           if (is_arriving()) mbarrier_arrive(at.empty + 8 * ring.stage);
@@ -571,7 +572,7 @@ __device__ __forceinline__ void consume(const Problem& p, int num_items, const S
         settle(total[0]);
         settle(total[1]);
         // The last half stage is apart: with a choice inside the loop ptxas spills one piece of `total`.
-        for (int kb = 0; kb < k_full; ++kb, ring.next()) {
+        for (int kb = 0; kb < k_full; ++kb, ring.advance()) {
           stage<P, 4>(total, at, ring, scales_at, pieces, consumer);
         }
         if (k_full < k_blocks) {
@@ -580,7 +581,7 @@ __device__ __forceinline__ void consume(const Problem& p, int num_items, const S
 #else
           stage<P, 2>(total, at, ring, scales_at, pieces, consumer);
 #endif
-          ring.next();
+          ring.advance();
         }
         const int thread = thread_again();
         const Place same = load_place(at.places + 16 * (thread / 32));

@@ -15,6 +15,12 @@ __device__ __forceinline__ void store_shared(uint32_t at, const uint32_t (&v)[4]
                : "memory");
 }
 
+__device__ __forceinline__ float load_shared(uint32_t address) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address));
+  return value;
+}
+
 __device__ __forceinline__ void load_shared(uint32_t (&v)[2], uint32_t at) {
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(at) : "memory");
 }

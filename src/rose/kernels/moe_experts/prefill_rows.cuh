@@ -4,7 +4,7 @@
 
 #include "mbarrier.cuh"
 #include "prefill_permute.cuh"
-#include "prefill_tiles.cuh"
+#include "warp.cuh"
 
 namespace rose::moe {
 

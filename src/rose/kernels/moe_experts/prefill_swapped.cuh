@@ -118,7 +118,7 @@ template <typename P>
 __device__ __forceinline__ void fill(const Problem& p, int num_items, const Shared& at) {
   const int k_blocks = (p.k + kBlockK - 1) / kBlockK, k_full = p.k / kBlockK, lane = threadIdx.x % 32;
   const int runs = (p.n + kItemRows - 1) / kItemRows, halves = (p.n + 127) / 128;
-  Ring<P::kStages> ring;
+  Cursor<P::kStages> ring;
   float bias[kItemRows / 32], row_scale = 0.f;
   Place place, next;
   bool has_next = item_of_round(0) < num_items;
@@ -132,7 +132,7 @@ __device__ __forceinline__ void fill(const Problem& p, int num_items, const Shar
     place = next;
     const int boxes = (place.rows + kBoxTokens - 1) / kBoxTokens;
     const uint32_t bytes = boxes * kBoxTokens * kBlockK + kScaleBox * 4 + kCodeBytes + kOffsetBytes;
-    for (int i = 0; i < k_blocks; ++i, ring.next()) {
+    for (int i = 0; i < k_blocks; ++i, ring.advance()) {
       const int kb = block_of(i, k_full, k_blocks);
       mbarrier_wait(at.empty + 8 * ring.stage, ring.parity ^ 1);
       __syncwarp();  // before lane 0 lets the next phase begin
@@ -227,7 +227,7 @@ struct Mine {
 // One stage, whose operands are in `a`; expands those of the next, which has four products.
 template <typename P, int kN, int kSteps>
 __device__ __forceinline__ void multiply_stage(float (&total)[2][2][kN / 2], uint32_t (&a)[2][4][4], const Shared& at,
-                                               Ring<P::kStages>& ring, const Mine& mine, bool has_next) {
+                                               Cursor<P::kStages>& ring, const Mine& mine, bool has_next) {
   float part[2][kN / 2];
   const uint32_t stage = at.base + ring.stage * P::kStageBytes, empty = at.empty + 8 * ring.stage;
   const uint64_t x = descriptor_swizzle128(uniform(stage));
@@ -245,7 +245,7 @@ __device__ __forceinline__ void multiply_stage(float (&total)[2][2][kN / 2], uin
   wgmma_commit();
   multiply<kN, kSteps>(part[1], a[1], advance(x, kN * kBlockK));
   wgmma_commit();
-  ring.next();
+  ring.advance();
   const uint32_t next = at.base + ring.stage * P::kStageBytes;
   uint32_t offsets = 0;
   if (has_next) {
@@ -274,7 +274,7 @@ __device__ __forceinline__ int row_of(int thread, int slab, int h) {
 // 128 rows of a tile by one consumer, from the first stage to the last; totals are in units of the row scale.
 template <typename P, int kN>
 __device__ __forceinline__ void multiply_tile(float (&total)[2][2][kN / 2], const Problem& p, const Shared& at,
-                                              Ring<P::kStages>& ring, const Place& place) {
+                                              Cursor<P::kStages>& ring, const Place& place) {
   const int thread = threadIdx.x, consumer = thread / 128, warp = thread % 128 / 32, g = thread % 32 / 4, t = thread % 4;
   const uint32_t stage = at.base + ring.stage * P::kStageBytes, table = at.base + P::kTable;
   const float row_scale = load_shared(stage + P::kRowScalesAt + 4 * consumer);
@@ -413,7 +413,7 @@ __device__ __forceinline__ void store_rows(const float (&total)[2][2][kN / 2], c
 }
 
 template <typename P, int kN>
-__device__ __forceinline__ void consume_tile(const Problem& p, const Shared& at, Ring<P::kStages>& ring,
+__device__ __forceinline__ void consume_tile(const Problem& p, const Shared& at, Cursor<P::kStages>& ring,
                                              const Place& place, uint32_t staged_parity) {
   float total[2][2][kN / 2];
   const uint32_t stage = at.base + ring.stage * P::kStageBytes, kept = at.places + 32 * (threadIdx.x / 32);
@@ -435,14 +435,14 @@ template <typename P>
 __device__ __forceinline__ void consume(const Problem& p, int num_items, const Shared& at) {
   const int k_blocks = (p.k + kBlockK - 1) / kBlockK;
   const int consumer = uniform(threadIdx.x / 128);
-  Ring<P::kStages> ring;
+  Cursor<P::kStages> ring;
   uint32_t staged_parity = 0;
   for (int round = 0; item_of_round(round) < num_items; ++round, staged_parity ^= 1) {
     mbarrier_wait(at.full + 8 * ring.stage, ring.parity);
     Place place = load_place(at.base + ring.stage * P::kStageBytes + P::kPlaceAt);
     place = {uniform(place.expert), uniform(place.row), uniform(place.rows), uniform(place.column)};
     if (place.column + 128 * consumer >= p.n) {
-      for (int kb = 0; kb < k_blocks; ++kb, ring.next()) {
+      for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
         mbarrier_wait(at.full + 8 * ring.stage, ring.parity);
         __syncwarp();
         if (is_arriving()) mbarrier_arrive(at.empty + 8 * ring.stage);
