@@ -22,8 +22,9 @@ from rose.frontend.metrics import Metrics
 class Server:
     """What a test needs of a running frontend."""
 
-    def __init__(self, app, http, client, engine, formatter):
+    def __init__(self, app, http, client, engine, formatter, metrics):
         self.app = app
+        self.metrics = metrics
         self.http = http
         self.client = client
         self.engine = engine
@@ -50,7 +51,8 @@ async def serving(
         config, Formatters(chat=formatter, text=text or formatter), model_names=("m", "alias")
     )
     keys = read_keys(config, {})
-    app = create_app(config, client, jobs, Metrics(), keys=keys)
+    metrics = Metrics()
+    app = create_app(config, client, jobs, metrics, keys=keys)
     async with app.router.lifespan_context(app):
         for _ in range(200):
             if client.status is not None:
@@ -61,7 +63,7 @@ async def serving(
         async with httpx.AsyncClient(
             transport=transport, base_url="http://rose", event_hooks=hooks
         ) as http:
-            yield Server(app, http, client, engine, formatter)
+            yield Server(app, http, client, engine, formatter, metrics)
 
 
 async def _check(response):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import logging
 import sqlite3
 import stat
 
@@ -310,3 +311,22 @@ def test_metrics_tell_what_is_kept(talk):
 def test_limits_of_nothing_are_refused(name):
     with pytest.raises(ConfigError, match=f"{name}=0"):
         FrontendConfig(**{name: 0})
+
+
+def test_a_closed_store_is_not_asked_for_its_sizes(lab, tmp_path, caplog):
+    """Several frontends publish their counts until all of them have ended."""
+
+    async def scenario():
+        config = FrontendConfig(conversation_date="none", response_store=str(tmp_path / "store"))
+        async with lab.serving(config=config) as server:
+            before = {family.name for family in server.metrics.own_families()}
+        after = {family.name for family in server.metrics.own_families()}
+        assert before - after == {
+            "rose_responses_stored",
+            "rose_responses_stored_bytes",
+            "rose_responses_in_background",
+        }
+
+    with caplog.at_level(logging.ERROR):
+        lab.run(scenario)
+    assert not caplog.records

@@ -61,7 +61,8 @@ class ResponsesRoutes:
             metrics,
             hides=hides,
         )
-        metrics.registry.register(StoreGauges(self._store, self._background.num_running))
+        self._gauges = StoreGauges(self._store, self._background.num_running)
+        metrics.registry.register(self._gauges)
 
     def routes(self) -> list[Route]:
         """Return the routes."""
@@ -82,6 +83,8 @@ class ResponsesRoutes:
     async def close(self) -> None:
         """Keep how far the rest came, then close the store; the engine's client is closed before and has failed it."""
         await self._background.wait()
+        # Counts are published until the other frontends have ended too; what is closed has no sizes any more.
+        self._metrics.registry.unregister(self._gauges)
         self._store.close()
 
     async def create(self, request: Request) -> AnswerResponse | Response:
