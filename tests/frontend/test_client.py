@@ -220,27 +220,6 @@ def test_what_had_begun_is_not_sent_again():
     _run(scenario)
 
 
-def test_an_engine_that_is_replaced_without_a_word_takes_nobody_with_it():
-    async def scenario():
-        slow = ScriptLine(tokens=[7] * 1000, delay_ms=20)
-        first = fake_engine.FakeEngine(slow, ScriptLine(tokens=[7], delay_ms=60_000))
-        client = await _supervised(first)
-        async with client.submit(_request("a", 1000)) as begun:
-            await anext(begun)
-            waiting = asyncio.create_task(_read(client, "b"))
-            while len(first.requests) < 2:
-                await asyncio.sleep(0.001)
-            second = _engine()
-            client.attach(second)
-            *_, last = [event async for event in begun]
-        assert last.code == "engine_failed"
-        assert len(await waiting) == 4
-        assert [r.request_id for r in second.requests] == ["b"]
-        await client.close()
-
-    _run(scenario)
-
-
 def test_nobody_waits_for_ever_for_the_next_engine(monkeypatch):
     monkeypatch.setattr("rose.frontend.client.AGAIN_SECONDS", 0.2)
 
@@ -249,8 +228,12 @@ def test_nobody_waits_for_ever_for_the_next_engine(monkeypatch):
         reader = asyncio.create_task(_read(client, "a"))
         await asyncio.sleep(0.01)
         client.mark_dead("killed")
+        client.attach(fake_engine.FakeEngine(is_ready=False))
         [error] = await asyncio.wait_for(reader, 1)
         assert error.code == "engine_unavailable"
+        assert error.message == (
+            "the engine was lost before this request had begun (killed); send the request again"
+        )
         await client.close()
 
     _run(scenario)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from rose.cli.processes import end_with_parent
+from rose.cli.processes import death_words, end_with_parent
 from rose.frontend.client import EngineClient
 from rose.frontend.config import FrontendConfig
 from rose.frontend.main import Announce
@@ -34,10 +34,12 @@ logger = get_logger(__name__)
 
 
 class EngineNotice(msgspec.Struct, frozen=True, kw_only=True):
-    """Which engine there is: its address, or None and why there is none."""
+    """Which engine there is, and why the one before it is gone."""
 
     address: str | None
+    """None: there is none."""
     reason: str = ""
+    """Empty before the first is gone."""
 
     def write(self, folder: Path) -> None:
         """Tell the children."""
@@ -60,9 +62,10 @@ class Follower:
             if raw is not None and raw != seen:
                 seen = raw
                 notice = msgspec.json.decode(raw, type=EngineNotice)
-                if notice.address is None:
+                # With the next engine's address too: where that comes at once, the notice without one is not seen.
+                if notice.reason:
                     client.mark_dead(notice.reason)
-                else:
+                if notice.address is not None:
                     client.attach(FrontendEndpoint(notice.address))
             await asyncio.sleep(POLL_SECONDS)
 
@@ -130,7 +133,7 @@ class Children:
                     preexec_fn=end_with_parent if sys.platform == "linux" else None,
                 )
             except OSError as error:  # no memory, no process number: it may pass
-                self._announce("restarting", f"a frontend cannot be started: {error}; trying again")
+                self._announce("frontend", f"it cannot be started: {error}; trying again")
                 await asyncio.sleep(RESTART_SECONDS)
                 continue
             self._processes.add(process)
@@ -139,9 +142,7 @@ class Children:
             code = await process.wait()
             self._processes.discard(process)
             if not self._is_stopping:
-                self._announce(
-                    "restarting", f"a frontend ended with exit code {code}; starting it again"
-                )
+                self._announce("frontend", f"{death_words('its process', code)}; starting it again")
                 await asyncio.sleep(RESTART_SECONDS)
 
 

@@ -46,10 +46,14 @@ class EngineProcess:
         await asyncio.shield(self.death)
 
     async def _wait(self) -> str:
-        code = await self._process.wait()
-        if code < 0:
-            return f"the engine's process was killed by {signal.Signals(-code).name}"
-        return f"the engine's process ended with exit code {code}"
+        return death_words("the engine's process", await self._process.wait())
+
+
+def death_words(what: str, code: int) -> str:
+    """Return how a process ended, in words; a negative code is the signal that killed it."""
+    if code < 0:
+        return f"{what} was killed by {signal.Signals(-code).name}"
+    return f"{what} ended with exit code {code}"
 
 
 @contextlib.asynccontextmanager

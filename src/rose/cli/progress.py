@@ -13,6 +13,7 @@ WORDS = {
     "loading": "loading:",
     "ready": "ready:",
     "restarting": "engine lost:",
+    "frontend": "frontend lost:",
     "stopping": "stopping:",
     "failed": "error:",
 }

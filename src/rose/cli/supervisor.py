@@ -44,8 +44,11 @@ class Supervisor:
         self._max_restarts = max_restarts
         self._announce = announce
         self._tell = tell
-        """Called with the address of each engine that is started, and with None and why when it is gone."""
+        """Called with the address of each engine that is started and why the one before it is gone, empty for the
+        first; and with None and why when one is gone."""
         self._num_engines = 0
+        self._loss = ""
+        """Why the last engine is gone."""
         self.refusal_code: int | None = None
         """Exit code of a first engine that never became ready; None where it worked, or still may."""
 
@@ -78,7 +81,7 @@ class Supervisor:
         address = f"ipc://{self._folder}/engine-{self._num_engines}"
         async with engine_process(self._command(address, self._folder)) as engine:
             client.attach(FrontendEndpoint(address))
-            self._tell(address, "")
+            self._tell(address, self._loss)
             ready_since = await _until_lost(engine, client)
             hang = None if engine.death.done() else client.hang()
             if hang is not None:
@@ -91,6 +94,7 @@ class Supervisor:
         detail = client.status.detail if client.status else ""
         if ready_since is None and detail.startswith(FAILED_PREFIX):
             reason = detail.removeprefix(FAILED_PREFIX)
+        self._loss = reason
         client.mark_dead(reason)
         self._tell(None, reason)
         return reason, None if ready_since is None else time.monotonic() - ready_since

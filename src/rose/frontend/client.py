@@ -90,6 +90,8 @@ class EngineClient:
         self._listener: asyncio.Task[None] | None = None
         self._sending: set[asyncio.Task[None]] = set()
         self._death: str | None = None
+        self._loss = "it was stopping"
+        """Why the last engine was lost; what it says itself comes before anybody tells why."""
         self._last_sign = time.monotonic()
         self.silence_s = 0.0
         """Since the engine's last sign, as far as this process itself ran."""
@@ -116,9 +118,7 @@ class EngineClient:
 
     def attach(self, channel: Channel) -> None:
         """Listen to an engine that was just started; once it is ready it gets what its predecessor had not begun."""
-        if self._channel is not None and self._death is None:
-            # Who tells of engines may be late: what the one before had begun does not come any more.
-            self.mark_dead("another engine has taken the place of the one it ran on")
+        assert self._channel is None or self._death is not None, "it is told first why one is gone"
         self._detach()
         self._channel = channel
         self.status, self._death, self._has_been_ready = None, None, False
@@ -189,7 +189,7 @@ class EngineClient:
 
     def mark_dead(self, reason: str) -> None:
         """Take note that the engine is lost; requests that it had begun fail at once."""
-        self._death = reason
+        self._death = self._loss = reason
         for submission in set(self._open.values()):
             if not self._hold(submission):
                 submission.lose(reason)
@@ -346,7 +346,7 @@ class EngineClient:
     def _give_up(self, submission: Submission) -> None:
         if submission in self._held:
             self._held.discard(submission)
-            submission.lose(self.problem() or "another one is starting")
+            submission.lose(self._loss)
 
     def _send_held(self) -> None:
         held, self._held = self._held, set()

@@ -43,7 +43,7 @@ UVICORN_SECONDS = 5.0
 handler hangs."""
 
 Announce = Callable[[str, str], None]
-"""Called with a kind (listening, loading, ready, restarting, stopping, failed) and a text for people."""
+"""Called with a kind (listening, loading, ready, restarting, frontend, stopping, failed) and a text for people."""
 Supervise = Callable[[EngineClient], Awaitable[str]]
 """Keeps engines running for a client; returns the reason once it gives them up."""
 
