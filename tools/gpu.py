@@ -262,6 +262,9 @@ def _kernel_steps(asked: Asked) -> Iterator[Step]:
     draw = ("benchmarks/decode_variants2.py", "--ops", "sample", "--only", "cluster")
     draw += ("--batches", "128", "32", "8", "--seconds", "40", *asked.file("draw", option="--out"))
     patch = ROOT / "benchmarks/unbound/draw.patch"
+    splits = ("benchmarks/attention_decode_splits.py", "--seconds", "90", *asked.record("splits"))
+    packages = ("torch", "triton", *ENGINE_PACKAGES)
+    yield Step(name="attention splits", words=splits, seconds=105, packages=packages, tools=())
     yield Step(name="draw, as bound", words=draw, seconds=75)
     yield Step(name="draw, patched", words=draw, seconds=75, tools=("nvcc", "git"), patch=patch)
     words = ("-m", "rose.bench.kernels", "--device", asked.device, *asked.record("kernels"))

@@ -100,7 +100,8 @@ def test_a_sweep_has_every_cell_that_was_to_be_measured(gpu, measured):
 def test_scripts_are_there_and_take_their_words(gpu):
     steps = [s for s in gpu.bench_steps(_asked(gpu, commit="abc")) if s.words[0] != "-m"]
     assert {Path(s.words[0]).name for s in steps} >= {
-        "prefill_timeline.py", "grammar_engine.py", "memory_plan.py", "decode_variants2.py"
+        "prefill_timeline.py", "grammar_engine.py", "memory_plan.py", "decode_variants2.py",
+        "attention_decode_splits.py",
     }  # fmt: skip
     for step in steps:
         text = (ROOT / step.words[0]).read_text()
