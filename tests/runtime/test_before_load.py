@@ -82,6 +82,16 @@ def test_an_h200_holds_the_published_models(size, weights, gib, tokens):
         assert part in table
 
 
+def test_what_is_left_is_of_what_is_free_where_that_is_known():
+    config = _config(weights="fp8_block")
+    for free_bytes, words in ((None, "of the device"), (130 * GIB, "of what is free")):
+        planner = _planner(free_bytes=free_bytes)
+        plan = planner.plan(config)
+        left = ((H200.memory_bytes if free_bytes is None else free_bytes) - plan.total) / GIB
+        [line] = [text for text in planner.lines(config, plan) if text.startswith("left")]
+        assert line.split() == ["left", f"{left:.2f}", "GiB", *words.split()]
+
+
 def test_what_does_not_fit_is_refused_with_numbers_and_the_formats_that_would():
     with pytest.raises(ConfigError) as caught:
         _planner("120b").plan(_config(weights="bf16"))

@@ -56,8 +56,10 @@ def table(
             f"  {kind.kind:<9} {plan.num_pages[kind.kind]:8d} pages of {layout.page_tokens} tokens, "
             f"{kind.page_bytes / (1 << 20):.3f} MiB each in {len(kind.layers)} layers"
         )
-    if device.memory_bytes:
-        yield f"left        {_size(device.memory_bytes - plan.total)}"
+    if free_bytes is not None:
+        yield f"left        {_size(free_bytes - plan.total)}  of what is free"
+    elif device.memory_bytes:
+        yield f"left        {_size(device.memory_bytes - plan.total)}  of the device"
     if plan.context_tokens < context_tokens:
         yield (
             f"longest sequence {plan.context_tokens} tokens: the model takes {context_tokens}, "
