@@ -272,10 +272,12 @@ def test_a_stream_with_logprobs_and_two_choices_is_the_same_answer(engine, forma
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1400)  # many minutes on a CPU, more where other work runs beside it
 def test_a_schema_is_obeyed_in_200_answers(engine, formatter):
     _check_schema_answers(engine, formatter, 200)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1400)  # as above
 def test_200_required_calls_come(engine, formatter):
     _check_required_calls(engine, formatter, 200)
