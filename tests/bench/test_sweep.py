@@ -167,15 +167,15 @@ def test_growth_shows_what_each_step_keeps(session, monkeypatch):
     engine, kept, step = session.engine, [], session.engine.step
 
     def leaking():
-        kept.append(mmap.mmap(-1, 1 << 20))  # from the system: the heap has room from earlier tests
-        kept[-1].write(b"x" * (1 << 20))
+        kept.append(mmap.mmap(-1, 2 << 20))  # from the system: the heap has room from earlier tests
+        kept[-1].write(b"x" * (2 << 20))
         return step()
 
-    sizes = {"steps": 40, "batch": 2, "prompt_tokens": 64, "output_tokens": 8}
+    sizes = {"steps": 20, "batch": 2, "prompt_tokens": 64, "output_tokens": 8}
     result = growth(engine, session.prompts, **sizes)
-    assert len(result.step_ms) == 40
-    # Two sequences of nine steps each (prompt and eight tokens), for forty steps.
-    assert 8 <= result.num_requests <= 10
+    assert len(result.step_ms) == 20
+    # Two sequences of eight or nine steps each, some shorter at first, for twenty steps.
+    assert 4 <= result.num_requests <= 6
     assert not engine.has_work
     grown = result.after.less(result.before)
     assert (grown.allocated, grown.reserved, grown.taken) == (0, 0, 0)  # no device
