@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
@@ -259,16 +259,31 @@ def _script_steps(size: str, asked: Asked) -> Iterator[Step]:
 
 
 def _kernel_steps(asked: Asked) -> Iterator[Step]:
-    draw = ("benchmarks/decode_variants2.py", "--ops", "sample", "--only", "cluster")
-    draw += ("--batches", "128", "32", "8", "--seconds", "40", *asked.file("draw", option="--out"))
+    out, json = asked.file("variants", option="--out"), asked.record("kernels")
     patch = ROOT / "benchmarks/unbound/draw.patch"
-    splits = ("benchmarks/attention_decode_splits.py", "--seconds", "90", *asked.record("splits"))
+    for name, words, seconds in KERNEL_SCRIPTS:
+        line = tuple(f"benchmarks/{words} --seconds {seconds}".split())
+        # They compile what they compare before, or besides, the seconds that they are given.
+        step = Step(name=name, words=(*line, *out), seconds=seconds + 35)
+        yield step
+        if name == "draw":
+            tools = ("nvcc", "git")
+            yield replace(step, name="draw, patched", tools=tools, patch=patch)
+    splits = ("benchmarks/attention_decode_splits.py", "--seconds", "90", *json)
     packages = ("torch", "triton", *ENGINE_PACKAGES)
     yield Step(name="attention splits", words=splits, seconds=105, packages=packages, tools=())
-    yield Step(name="draw, as bound", words=draw, seconds=75)
-    yield Step(name="draw, patched", words=draw, seconds=75, tools=("nvcc", "git"), patch=patch)
-    words = ("-m", "rose.bench.kernels", "--device", asked.device, *asked.record("kernels"))
+    words = ("-m", "rose.bench.kernels", "--device", asked.device, *json)
     yield Step(name="kernels", words=words, seconds=300)
+
+
+KERNEL_SCRIPTS = (
+    ("draw", "decode_variants2.py --ops sample --only cluster --batches 128 32 8", 40),
+    ("decode experts, repeated", "decode_repeat.py", 40),
+    ("decode experts", "decode_unbound.py --ops 20b 120b --batches 1 8 32 64 128", 60),
+    ("decode experts, whole", "decode_whole.py --ops 20b 120b --batches 1 2 4 8 16 32 48", 60),
+    ("prefill experts, swapped", "moe_prefill_swapped.py", 59),
+)
+"""Name, script and its words, seconds that it is given."""
 
 
 def missing(step: Step) -> list[str]:

@@ -10,7 +10,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from rose.eval import text_tasks, tool_tasks
+from rose.eval import talk_tasks, text_tasks, tool_tasks
 from rose.eval.examples import Draw, Example, draw_from
 
 PLAIN: tuple[Draw, ...] = (
@@ -20,28 +20,35 @@ PLAIN: tuple[Draw, ...] = (
     text_tasks.copy,
     text_tasks.reverse,
 )
+MORE: tuple[Draw, ...] = (*PLAIN, text_tasks.sort, text_tasks.count, talk_tasks.talk)
+"""What people ask before and after; `follow_up` leaves it out, so that its score is of few kinds."""
 TOOL_SHARE = 0.25
 """Of the questions, earlier ones and last ones alike."""
 
 
 def follow_up(source: random.Random) -> Example:
     """Ask the second or third question of a conversation."""
-    return _asked_after(source, "follow_up", source.randint(1, 2))
+    return _asked_after(source, "follow_up", PLAIN, source.randint(1, 2))
 
 
 def conversation(source: random.Random) -> Example:
-    """Ask the second to fourth question of a conversation. For training only."""
-    return _asked_after(source, "conversation", source.randint(1, 3))
+    """Ask the second to fourth question of a conversation, small talk among them. For training only."""
+    return _asked_after(source, "conversation", MORE, source.randint(1, 3))
 
 
-def _asked_after(source: random.Random, task: str, num_before: int) -> Example:
+def _asked_after(
+    source: random.Random, task: str, plain: tuple[Draw, ...], num_before: int
+) -> Example:
     """Return a question behind `num_before` answered ones.
 
     It keeps its key, so that what is held out as a first question is held out here. Earlier questions are none of the
     held-out ones, whichever side the last is on.
     """
-    before = [_draw(source, tool_tasks.tool_result, held_out=False) for _ in range(num_before)]
-    last = _draw(source, tool_tasks.tool_call, held_out=None)
+    before = [
+        draw_from(_kind(source, plain, tool_tasks.tool_result), source, held_out=False)
+        for _ in range(num_before)
+    ]
+    last = _kind(source, plain, tool_tasks.tool_call)(source)
     messages: list[dict[str, Any]] = []
     for number, example in enumerate(before):
         messages += _numbered(example.messages, number)
@@ -55,10 +62,8 @@ def _asked_after(source: random.Random, task: str, num_before: int) -> Example:
     )
 
 
-def _draw(source: random.Random, with_tool: Draw, *, held_out: bool | None) -> Example:
-    """Draw a question; `held_out` None: of either side."""
-    draw = with_tool if source.random() < TOOL_SHARE else source.choice(PLAIN)
-    return draw(source) if held_out is None else draw_from(draw, source, held_out=held_out)
+def _kind(source: random.Random, plain: tuple[Draw, ...], with_tool: Draw) -> Draw:
+    return with_tool if source.random() < TOOL_SHARE else source.choice(plain)
 
 
 def _numbered(messages: list[dict[str, Any]], number: int) -> list[dict[str, Any]]:
