@@ -48,7 +48,7 @@ def test_pages_are_disjoint_freed_before_the_window_and_full_of_junk_past_the_en
         kv_heads=1,
         head_dim=4,
         window_tokens=20,
-        dtype="float32",
+        kv_format="float32",
         source=generator("cpu", 0),
     )
     assert first_column(69, 20, 16) == 3

@@ -54,10 +54,15 @@ FP8_GROUP128 = TensorFormat(name="fp8_group128", element="e4m3", block=(1, 128),
 """Activations: one multiplier per row and 128 columns."""
 FP8_GROUP64 = TensorFormat(name="fp8_group64", element="e4m3", block=(1, 64), scale="float32")
 """Activations out of an epilogue whose tile is narrower than 128; 2880 = 45 x 64 leaves no tail."""
+FP8_E4M3 = TensorFormat(name="fp8_e4m3", element="e4m3")
+"""KV: the numbers themselves, nearest even, past 448 the largest; no scales."""
 MXFP4 = TensorFormat(name="mxfp4", element="e2m1", block=(1, 32), scale="e8m0")
 """The checkpoint's own format: two e2m1 codes per byte, the even column in the low nibble."""
 
-FORMATS = {f.name: f for f in (FLOAT64, FLOAT32, BF16, FP8_BLOCK, FP8_GROUP128, FP8_GROUP64, MXFP4)}
+FORMATS = {
+    f.name: f
+    for f in (FLOAT64, FLOAT32, BF16, FP8_E4M3, FP8_BLOCK, FP8_GROUP128, FP8_GROUP64, MXFP4)
+}
 _FORMAT_OF_DTYPE = {torch.float64: FLOAT64, torch.float32: FLOAT32, torch.bfloat16: BF16}
 
 
@@ -100,6 +105,11 @@ class FormattedTensor:
         """Return the same matrix on another device."""
         scales = None if self.scales is None else self.scales.to(device)
         return FormattedTensor(format=self.format, values=self.values.to(device), scales=scales)
+
+
+def to_e4m3(x: Tensor) -> Tensor:
+    """Round to E4M3, nearest even, saturating: torch casts differ in what they do past 448, so clamp first."""
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def plain(values: Tensor) -> FormattedTensor:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rose.utils.dtypes import torch_dtype
+from rose.kernels.draw import normal
+from rose.kernels.formats import FORMATS, to_e4m3
 from rose.utils.math import ceil_div
 
 JUNK = 300.0
@@ -22,6 +23,14 @@ def first_column(start: int, window_tokens: int | None, page_tokens: int) -> int
     return 0 if window_tokens is None else max(0, start - window_tokens + 1) // page_tokens
 
 
+def draw_kv(*shape: int, kv_format: str, source: torch.Generator, scale: float = 1.0) -> Tensor:
+    """Draw normal numbers of standard deviation `scale` in a format of KV."""
+    element = FORMATS[kv_format].element
+    drawn = "bf16" if element == "e4m3" else element  # torch draws no E4M3
+    numbers = normal(*shape, source=source, dtype=drawn, scale=scale)
+    return to_e4m3(numbers) if element == "e4m3" else numbers
+
+
 def draw_pages(
     lengths: Sequence[int],
     starts: Sequence[int],
@@ -30,7 +39,7 @@ def draw_pages(
     kv_heads: int,
     head_dim: int,
     window_tokens: int | None,
-    dtype: str,
+    kv_format: str,
     source: torch.Generator,
     spare_columns: int = 2,
 ) -> tuple[Tensor, Tensor]:
@@ -49,7 +58,7 @@ def draw_pages(
     num_columns = max(ceil_div(length, page_tokens) for length in lengths) + spare_columns
     table_SP = torch.full((len(lengths), num_columns), -1, dtype=torch.int32)
     shape = (num_pages, 2, kv_heads, page_tokens, head_dim)
-    kv_pages = torch.randn(shape, generator=source, device=device, dtype=torch_dtype(dtype))
+    kv_pages = draw_kv(*shape, kv_format=kv_format, source=source)
     kv_pages[0] = JUNK
     next_page = 0
     for s, (columns, length) in enumerate(zip(owned, lengths, strict=True)):

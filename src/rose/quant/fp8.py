@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rose.kernels.formats import E4M3_MAX, FP8_BLOCK, MXFP4, FormattedTensor
+from rose.kernels.formats import E4M3_MAX, FP8_BLOCK, MXFP4, FormattedTensor, to_e4m3
 from rose.quant.powers import power_of_two, require_finite, scale_by_power, smallest_exponent
 from rose.utils.math import ceil_div
 
@@ -23,11 +23,6 @@ _TILE = 128
 # Exponent of an MXFP4 block minus that of its tile: 0.5 x 2^9 = 256 is the largest that fits in 448, and
 # 6 x 2^-13 is under half the smallest E4M3 number, so all below are zeros.
 _LOWEST, _HIGHEST = -14, 9
-
-
-def to_e4m3(x: Tensor) -> Tensor:
-    """Round to E4M3, nearest even, saturating: torch casts differ in what they do past 448, so clamp first."""
-    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def tile_amax(w: Tensor, block: tuple[int, int]) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from rose.kernels.cases import Case, Tolerance
 from rose.kernels.draw import generator, normal
+from rose.kernels.formats import FORMATS
 from rose.kernels.paged import draw_pages
 from rose.utils.dtypes import BITS_PER_ELEMENT, torch_dtype
 
@@ -23,16 +24,19 @@ def _case(
     *,
     window: int | None = None,
     dtype: str = "float32",
+    kv: str | None = None,
     is_strided: bool = False,
     sink: float = 0.0,
     max_length: int | None = None,
     **flags: Any,
 ) -> Case:
-    """`max_length`: what the launch may rely on, at least the longest; `is_strided`: q inside a qkv."""
+    """`max_length`: what the launch may rely on, at least the longest; `is_strided`: q inside a qkv; `kv`: format of
+    the pages, else that of the activations.
+    """
     return Case(
         name=name,
         sizes={**sizes, "S": len(lengths)},
-        formats={"activation": dtype, "kv": dtype},
+        formats={"activation": dtype, "kv": kv or dtype},
         phase="decode",
         rows=len(lengths),
         options={
@@ -49,7 +53,7 @@ def _case(
 def _timed() -> list[Case]:
     return [
         _case(
-            f"{kind}_{batch}x{context}",
+            f"{prefix}{kind}_{batch}x{context}",
             [context] * batch,
             GPT_OSS,
             window=window,
@@ -57,11 +61,33 @@ def _timed() -> list[Case]:
             is_strided=True,
             large=True,
             timed=True,
+            kv=kv,
         )
+        for prefix, kv in (("", None), ("fp8_kv_", "fp8_e4m3"))
         for context in (8192, 32768)
         for batch in (1, 8, 32, 128)
         for kind, window in (("full", None), ("window", 128))
     ]
+
+
+def _fp8_kv() -> list[Case]:
+    """Pages in E4M3: the edges of the kernels that read them, under both types of activations."""
+    return [
+        _case("fp8_kv_ragged", [1, 200, 16, 17, 64, 3], kv="fp8_e4m3"),
+        _case("fp8_kv_window", [0, 127, 128, 129, 300], window=128, kv="fp8_e4m3"),
+        _case("fp8_kv_window_8", [7, 8, 9, 65], window=8, is_strided=True, kv="fp8_e4m3"),
+        _case("fp8_kv_split", [3, 0, 700], max_length=1000, kv="fp8_e4m3"),
+        _case("fp8_kv_sink_wins", [21, 50], sink=8.0, kv="fp8_e4m3"),
+        _case("fp8_kv_head_32", [21, 50], {**SMALL, "D": 32}, kv="fp8_e4m3"),
+        _case("fp8_kv_bf16", [100, 9], dtype="bf16", kv="fp8_e4m3"),
+        *(
+            _case(
+                f"fp8_kv_gpt_oss_{kind}", [1, 70, 300, 0, 129], GPT_OSS,
+                window=window, dtype="bf16", is_strided=True, kv="fp8_e4m3",
+            )
+            for kind, window in (("full", None), ("window", 128))
+        ),
+    ]  # fmt: skip
 
 
 CASES = [
@@ -98,6 +124,7 @@ CASES = [
         )
         for kind, window in (("full", None), ("window", 128))
     ),
+    *_fp8_kv(),
     _case("gpt_oss_131072", [131072, 5], GPT_OSS, dtype="bf16", is_strided=True, large=True),
 ]
 
@@ -106,7 +133,7 @@ def inputs(case: Case, seed: int, device: str) -> dict[str, Any]:
     """Draw one call; scores as in attention_prefill."""
     source = generator(device, seed)
     lengths, window = case.options["lengths"], case.options["window"]
-    dtype, (heads, kv_heads, head_dim) = case.formats["kv"], (case.sizes[n] for n in "HGD")
+    dtype, (heads, kv_heads, head_dim) = case.formats["activation"], (case.sizes[n] for n in "HGD")
     kv_pages, page_table_SP = draw_pages(
         lengths,
         [max(0, n - 1) for n in lengths],
@@ -114,7 +141,7 @@ def inputs(case: Case, seed: int, device: str) -> dict[str, Any]:
         kv_heads=kv_heads,
         head_dim=head_dim,
         window_tokens=window,
-        dtype=dtype,
+        kv_format=case.formats["kv"],
         source=source,
     )
     width = heads + (2 * kv_heads if case.options["is_strided"] else 0)
@@ -136,7 +163,7 @@ def inputs(case: Case, seed: int, device: str) -> dict[str, Any]:
 
 
 def tolerance(case: Case) -> Tolerance:
-    """Roundings of softmax weights and results."""
+    """Roundings of softmax weights and results; pages in E4M3 are read exactly, by the reference too."""
     if case.formats["activation"] == "bf16":
         return Tolerance(
             relative=6e-3,
@@ -165,5 +192,6 @@ def flops(case: Case) -> int:
 def num_bytes(case: Case) -> int:
     """Every visible key and value once, queries in and out."""
     s = case.sizes
-    element = BITS_PER_ELEMENT[case.formats["kv"]] // 8
-    return element * s["D"] * (2 * s["S"] * s["H"] + 2 * _keys(case) * s["G"])
+    element = BITS_PER_ELEMENT[case.formats["activation"]] // 8
+    kv_element = BITS_PER_ELEMENT[FORMATS[case.formats["kv"]].element] // 8
+    return s["D"] * (2 * element * s["S"] * s["H"] + 2 * kv_element * _keys(case) * s["G"])

@@ -24,8 +24,8 @@ def attention_decode(
     Shapes   S sequences, H query heads, G kv heads (H % G == 0), D head size, P page-table columns,
              L tokens per page
              q_SHD          activation dtype, rotary applied; sequence stride may exceed H D, heads contiguous
-             kv_pages       [pages, 2, G, L, D]: k at 0, v at 1; holds the new token too; unwritten slots hold junk,
-                            but finite junk
+             kv_pages       [pages, 2, G, L, D]: k at 0, v at 1; bf16, float32, float64, or E4M3 without scales;
+                            holds the new token too; unwritten slots hold junk, but finite junk
              page_table_SP  int32, as in attention_prefill
              lengths_S      int32: tokens of the sequence, the new one included; 0: padding row of a graph,
                             its output is zeros

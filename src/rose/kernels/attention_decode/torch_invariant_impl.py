@@ -43,7 +43,7 @@ register(
         device="cpu",
         formats={
             "activation": frozenset({"float32", "bf16"}),
-            "kv": frozenset({"float32", "bf16"}),
+            "kv": frozenset({"float32", "bf16", "fp8_e4m3"}),
         },
         limits=limits,
         is_capturable=False,

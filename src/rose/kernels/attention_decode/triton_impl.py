@@ -17,6 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rose.kernels import dependent
 from rose.kernels.registry import Band, Implementation, Sizes, register
+from rose.kernels.triton_kv import as_factor
 from rose.utils.math import ceil_div, next_power_of_two
 
 LOG2_E = 1.4426950408889634
@@ -57,6 +58,7 @@ def _part_kernel(
         mask=is_head[:, None],
         other=0.0,
     )
+    q = as_factor(q, kv_ptr.dtype.element_ty)
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
@@ -89,6 +91,7 @@ def _part_kernel(
             mask=is_seen[:, None],
             other=0.0,
         )
+        k, v = k.to(q.dtype), v.to(q.dtype)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         score = tl.where(is_seen[None, :], score, float("-inf"))
         m_new = tl.maximum(m, tl.max(score, axis=1))
@@ -246,5 +249,20 @@ register(
         phases=frozenset({"decode", "prefill"}),
         limits=_limits,
         note="split-KV, ordered combination",
+    )
+)
+register(
+    Implementation(
+        operation="attention_decode",
+        name="triton_fp8_kv",
+        function=attention_decode,
+        band=Band.TUNED,
+        device="cuda",
+        min_capability=(8, 9),
+        formats={"activation": frozenset({"bf16", "float32"}), "kv": frozenset({"fp8_e4m3"})},
+        phases=frozenset({"decode", "prefill"}),
+        limits=_limits,
+        interpreted=frozenset({"float32", "bf16"}),  # products in fp16 are right there
+        note="the same over pages in E4M3, widened in registers",
     )
 )

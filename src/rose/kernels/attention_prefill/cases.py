@@ -9,6 +9,7 @@ import torch
 
 from rose.kernels.cases import Case, Tolerance
 from rose.kernels.draw import generator, normal
+from rose.kernels.formats import FORMATS
 from rose.kernels.paged import draw_pages
 from rose.utils.dtypes import BITS_PER_ELEMENT, torch_dtype
 
@@ -23,15 +24,18 @@ def _case(
     *,
     window: int | None = None,
     dtype: str = "float32",
+    kv: str | None = None,
     is_strided: bool = False,
     sink: float = 0.0,
     **flags: Any,
 ) -> Case:
-    """`chunks`: (new tokens, length with them) of each sequence; `is_strided`: q inside a wider qkv."""
+    """`chunks`: (new tokens, length with them) of each sequence; `is_strided`: q inside a wider qkv; `kv`: format of
+    the pages, else that of the activations.
+    """
     return Case(
         name=name,
         sizes={**sizes, "T": sum(new for new, _ in chunks), "S": len(chunks)},
-        formats={"activation": dtype, "kv": dtype},
+        formats={"activation": dtype, "kv": kv or dtype},
         phase="prefill",
         rows=sum(new for new, _ in chunks),
         options={
@@ -54,7 +58,7 @@ def _timed() -> list[Case]:
     }
     return [
         _case(
-            f"{kind}_{name}",
+            f"{prefix}{kind}_{name}",
             chunks,
             GPT_OSS,
             window=window,
@@ -62,10 +66,32 @@ def _timed() -> list[Case]:
             is_strided=True,
             large=True,
             timed=True,
+            kv=kv,
         )
+        for prefix, kv in (("", None), ("fp8_kv_", "fp8_e4m3"))
         for name, chunks in prompts.items()
         for kind, window in (("full", None), ("window", 128))
     ]
+
+
+def _fp8_kv() -> list[Case]:
+    """Pages in E4M3: the edges of the kernels that read them, under both types of activations."""
+    ragged = [(1, 140), (33, 33), (5, 90), (16, 160), (2, 17), (64, 128)]
+    return [
+        _case("fp8_kv_ragged", ragged, kv="fp8_e4m3"),
+        _case("fp8_kv_ragged_window", ragged, window=32, is_strided=True, kv="fp8_e4m3"),
+        _case("fp8_kv_chunk", [(20, 77), (1, 64), (1, 65)], kv="fp8_e4m3"),
+        _case("fp8_kv_sink_wins", [(21, 50)], sink=8.0, kv="fp8_e4m3"),
+        _case("fp8_kv_head_32", [(21, 50)], {**SMALL, "D": 32}, kv="fp8_e4m3"),
+        _case("fp8_kv_bf16", [(40, 100), (9, 9)], dtype="bf16", kv="fp8_e4m3"),
+        *(
+            _case(
+                f"fp8_kv_gpt_oss_{kind}", [(70, 300), (1, 1), (64, 64)], GPT_OSS,
+                window=window, dtype="bf16", is_strided=True, kv="fp8_e4m3",
+            )
+            for kind, window in (("full", None), ("window", 128))
+        ),
+    ]  # fmt: skip
 
 
 _LENGTHS = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129)
@@ -95,6 +121,7 @@ CASES = [
         for n in (50, 129, 130)
     ),
     _case("float64", [(12, 30)], dtype="float64"),
+    *_fp8_kv(),
     _case(
         "gpt_oss_ragged",
         [(1, 1), (1000, 5000), (129, 129), (64, 8192), (3000, 3000)],
@@ -119,7 +146,7 @@ def inputs(case: Case, seed: int, device: str) -> dict[str, Any]:
     """Draw one call; scores are a few units wide, so that the softmax is neither flat nor one-hot."""
     source = generator(device, seed)
     chunks, window = case.options["chunks"], case.options["window"]
-    dtype, (heads, kv_heads, head_dim) = case.formats["kv"], (case.sizes[n] for n in "HGD")
+    dtype, (heads, kv_heads, head_dim) = case.formats["activation"], (case.sizes[n] for n in "HGD")
     tokens = case.sizes["T"]
     kv_pages, page_table_SP = draw_pages(
         [length for _, length in chunks],
@@ -128,7 +155,7 @@ def inputs(case: Case, seed: int, device: str) -> dict[str, Any]:
         kv_heads=kv_heads,
         head_dim=head_dim,
         window_tokens=window,
-        dtype=dtype,
+        kv_format=case.formats["kv"],
         source=source,
     )
     width = heads + (2 * kv_heads if case.options["is_strided"] else 0)
@@ -151,7 +178,7 @@ def inputs(case: Case, seed: int, device: str) -> dict[str, Any]:
 
 
 def tolerance(case: Case) -> Tolerance:
-    """Roundings of softmax weights and results."""
+    """Roundings of softmax weights and results; pages in E4M3 are read exactly, by the reference too."""
     if case.formats["activation"] == "bf16":
         return Tolerance(
             relative=6e-3,
@@ -189,5 +216,6 @@ def num_bytes(case: Case) -> int:
         length if window is None else min(length, new + window - 1)
         for new, length in case.options["chunks"]
     )
-    element = BITS_PER_ELEMENT[case.formats["kv"]] // 8
-    return element * s["D"] * (2 * s["T"] * s["H"] + 2 * keys * s["G"])
+    element = BITS_PER_ELEMENT[case.formats["activation"]] // 8
+    kv_element = BITS_PER_ELEMENT[FORMATS[case.formats["kv"]].element] // 8
+    return s["D"] * (2 * element * s["T"] * s["H"] + 2 * kv_element * keys * s["G"])

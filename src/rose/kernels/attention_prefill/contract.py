@@ -25,8 +25,8 @@ def attention_prefill(
     Shapes   T new tokens of all sequences, S sequences, H query heads, G kv heads (H % G == 0), D head size,
              P page-table columns, L tokens per page
              q_THD           activation dtype, rotary applied; token stride may exceed H D, heads contiguous
-             kv_pages        [pages, 2, G, L, D]: k at 0, v at 1; holds the new tokens too; unwritten slots hold junk,
-                             but finite junk
+             kv_pages        [pages, 2, G, L, D]: k at 0, v at 1; bf16, float32, float64, or E4M3 without scales;
+                             holds the new tokens too; unwritten slots hold junk, but finite junk
              page_table_SP   int32; entry j holds tokens j L .. j L + L - 1; entries wholly outside every
                              window may be -1 and are never read
              query_starts_S1 int32 [S + 1]: sequence s owns new tokens starts[s] .. starts[s + 1] - 1, its last

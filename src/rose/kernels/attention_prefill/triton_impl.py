@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rose.kernels.registry import Band, Implementation, Sizes, register
+from rose.kernels.triton_kv import as_factor
 from rose.utils.math import ceil_div
 
 LOG2_E = 1.4426950408889634
@@ -46,9 +47,9 @@ def _attend(
         # A freed page (-1) lies wholly outside the window: its scores are masked below.
         page = tl.maximum(page, 0)
         offset = page.to(tl.int64) * page_stride + (token % PAGE) * D
-        k = tl.load(kv_base + offset[:, None] + column[None, :])
+        k = tl.load(kv_base + offset[:, None] + column[None, :]).to(q.dtype)
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
-        v = tl.load(kv_base + value_stride + offset[:, None] + column[None, :])
+        v = tl.load(kv_base + value_stride + offset[:, None] + column[None, :]).to(q.dtype)
         if IS_MASKED:
             is_seen = token[None, :] <= position[:, None]
             if WINDOW > 0:
@@ -90,6 +91,7 @@ def _prefill_kernel(
         mask=is_row[:, None],
         other=0.0,
     )
+    q = as_factor(q, kv_ptr.dtype.element_ty)
     m = tl.zeros([TILE], tl.float32) + tl.load(sinks_ptr + head) * 1.4426950408889634
     total = tl.full([TILE], 1.0, tl.float32)
     acc = tl.zeros([TILE, D], tl.float32)
@@ -206,5 +208,19 @@ register(
         },
         limits=_limits,
         note="query tile x page tiles, masked tiles apart",
+    )
+)
+register(
+    Implementation(
+        operation="attention_prefill",
+        name="triton_fp8_kv",
+        function=attention_prefill,
+        band=Band.TUNED,
+        device="cuda",
+        min_capability=(8, 9),
+        formats={"activation": frozenset({"bf16", "float32"}), "kv": frozenset({"fp8_e4m3"})},
+        limits=_limits,
+        interpreted=frozenset({"float32", "bf16"}),  # products in fp16 are right there
+        note="the same over pages in E4M3, widened in registers",
     )
 )

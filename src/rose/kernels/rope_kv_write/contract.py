@@ -18,7 +18,8 @@ def rope_kv_write(
              cos_sin_PD  float32 [P, D]: cos in the first D/2 columns, sin in the others, both times the
                          YaRN concentration
              slots_T     int64: page * L + offset in the page; -1: this token's k and v are not kept
-             kv_pages    [pages, 2, G, L, D]: k at index 0, v at index 1; activation dtype
+             kv_pages    [pages, 2, G, L, D]: k at index 0, v at index 1; bf16, float32 or float64, or E4M3: without
+                         scales, past 448 the largest number
     Aliasing writes the q part of qkv_TF and kv_pages; the k part of qkv_TF may be overwritten by rotated k
              or left (callers must not read it)
     Source   y[i] = x[i] c_i - x[i + D/2] s_i ; y[i + D/2] = x[i + D/2] c_i + x[i] s_i, in float32, one rounding

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rose.kernels.formats import to_e4m3
+
 
 def reference(
     qkv_TF: Tensor, positions_T: Tensor, cos_sin_PD: Tensor, slots_T: Tensor, *, kv_pages: Tensor
@@ -19,8 +21,12 @@ def reference(
     page = slots_T[kept] // page_tokens
     offset = slots_T[kept] % page_tokens
     k_KGD = rotate(k_TGD[kept], cos_sin_T1D[kept])
-    kv_pages[page, 0, :, offset] = k_KGD.to(kv_pages.dtype)
-    kv_pages[page, 1, :, offset] = v_TGD[kept].to(kv_pages.dtype)
+    kv_pages[page, 0, :, offset] = _stored(k_KGD, kv_pages.dtype)
+    kv_pages[page, 1, :, offset] = _stored(v_TGD[kept], kv_pages.dtype)
+
+
+def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return to_e4m3(x) if dtype == torch.float8_e4m3fn else x.to(dtype)
 
 
 def rotate(x_HD: Tensor, cos_sin_D: Tensor) -> Tensor:
