@@ -28,6 +28,23 @@ def test_the_served_model_is_the_reference_in_float32(tmp_path):
     assert (tmp_path / "r.jsonl").read_text().count("\n") == 1
 
 
+def test_kv_in_e4m3_is_the_reference_that_rounds_it(tmp_path):
+    line = run_accuracy(
+        tokens=100, decoded=4, seed=1, path=tmp_path / "r.jsonl", commit="x",
+        size="tiny", weights="mxfp4", kv="fp8_e4m3", device="cpu",
+    )  # fmt: skip
+    assert "kv=fp8_e4m3" in line["config"]
+    errors = line["relative_error_of_logits"]
+    assert errors["reference_kv_rounded"] > 1e-3
+    # A few of some hundred thousand numbers lie so close to the middle that float32 sums decide.
+    assert errors["prefill_against_rounded"] < errors["reference_kv_rounded"] / 10
+    assert errors["decode_against_rounded"] < errors["decode_after_prefill"] / 10
+    assert (
+        ratios(errors)["decode"]
+        == errors["decode_against_rounded"] / errors["pytorch_bf16_last_tokens"]
+    )
+
+
 def test_ratios_compare_with_the_reference_that_rounds_as_the_kernels_do():
     errors = {
         "pytorch_bf16": 2.0,

@@ -65,7 +65,7 @@ def test_made_up_kv_takes_no_cell_of_the_score_table(tmp_path):
     [
         ({"device": "cpu"}, "no H200"),
         ({"commit": "abc-dirty"}, "differed from its commit"),
-        ({"kv": "fp8"}, "bf16 counts"),
+        ({"kv": "fp8_e4m3"}, "bf16 counts"),
         ({"distinct_experts": None}, "no distinct_experts"),
         ({"command": None}, "no command"),
         ({"tokens": None}, "no tokens"),
@@ -86,6 +86,20 @@ def test_options_are_reported_apart_and_never_counted(tmp_path):
     assert not results.refused
     assert "## Options" in markdown(results, TARGETS)
     assert num_short(results, TARGETS) == len(TARGETS.cells)
+
+
+def test_an_option_of_the_closed_loop_does_not_take_a_lines_place(tmp_path):
+    load = {
+        **LINE,
+        "bench": "load",
+        "input_tokens": 8,
+        "output_tokens": 8,
+        "in_flight": 1,
+        "timed": "whole",
+    }
+    results = _read(tmp_path, load, {**load, "option": True, "kv": "fp8_e4m3", "median": 0.001})
+    assert [x["kv"] for x in results.others["load"]] == ["bf16"]
+    assert results.num_aside == 1
 
 
 def test_a_start_line_needs_no_kv_format(tmp_path):

@@ -58,6 +58,21 @@ def test_a_prefill_line_has_the_fields_of_the_score_table(session):
     assert "aten::" in (session.profile / "prefill-40.txt").read_text()
 
 
+def test_kv_in_e4m3_is_named_in_its_lines_and_makes_them_options(tmp_path):
+    session = Session(
+        BenchProgress(), size="tiny", weights="mxfp4", kv="fp8_e4m3", device="cpu",
+        kv_tokens=2048, path=tmp_path / "r.jsonl", commit="abc",
+    )  # fmt: skip
+    session.prefill(40, 1)
+    session.decode(2, 70, 1, is_filled=True)
+    lines = [json.loads(text) for text in session.path.read_text().splitlines()]
+    assert [(x["bench"], x["kv"], x["option"]) for x in lines] == [
+        ("prefill", "fp8_e4m3", True),
+        ("decode_filled", "fp8_e4m3", True),
+    ]
+    assert all("kv=fp8_e4m3" in x["config"] for x in lines)
+
+
 def test_cells_that_do_not_fit_are_left_out_with_the_reason(session):
     before = len(session.lines)
     session.prefill(200_000, 1)

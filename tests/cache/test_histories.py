@@ -25,7 +25,7 @@ from rose.config.cache import CacheConfig
 
 PAGE, WINDOW = 16, 40
 LAYOUT = CacheLayout.of(
-    fake_config(window_tokens=(WINDOW, None)), CacheConfig(page_tokens=PAGE), kv_format="float32"
+    fake_config(window_tokens=(WINDOW, None)), CacheConfig(page_tokens=PAGE), kv_element="float32"
 )
 NEVER_READ = None
 

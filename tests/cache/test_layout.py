@@ -10,7 +10,7 @@ from rose.models.gpt_oss.config import published
 
 
 def _kinds(size, **kwargs):
-    layout = CacheLayout.of(published(size), CacheConfig(), kv_format="bf16", **kwargs)
+    layout = CacheLayout.of(published(size), CacheConfig(), kv_element="bf16", **kwargs)
     return {k.kind: k for k in layout.kinds}, layout
 
 

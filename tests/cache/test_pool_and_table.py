@@ -12,7 +12,7 @@ from rose.models.gpt_oss.config import published
 
 
 def _table(num_full=100, num_window=100):
-    layout = CacheLayout.of(published("20b"), CacheConfig(), kv_format="bf16")
+    layout = CacheLayout.of(published("20b"), CacheConfig(), kv_element="bf16")
     return PageTable(layout, {"full": num_full, "window": num_window})
 
 

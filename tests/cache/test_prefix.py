@@ -19,7 +19,7 @@ PAGE = 64
 
 
 def _table(num_full=100, num_window=100, *, is_caching=True):
-    layout = CacheLayout.of(published("20b"), CacheConfig(), kv_format="bf16")
+    layout = CacheLayout.of(published("20b"), CacheConfig(), kv_element="bf16")
     return PageTable(layout, {"full": num_full, "window": num_window}, is_caching=is_caching)
 
 

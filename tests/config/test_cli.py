@@ -42,6 +42,7 @@ def test_every_leaf_of_the_engine_tree_is_an_option():
     assert found["use_graphs",].kind is bool
     assert found["kernels", "only"].is_mapping
     assert found["quant", "weights"].default == "auto"
+    assert found["quant", "kv"].flags == ("--kv", "--quant.kv")
     assert "Limit below the model's own" in found["context_tokens",].help
 
 

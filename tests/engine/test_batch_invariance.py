@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fakes import gpt_oss
 from rose.config.cache import CacheConfig
 from rose.config.engine import EngineConfig
+from rose.config.quant import QuantConfig
 from rose.config.scheduler import SchedulerConfig
 from rose.engine.engine import LLMEngine
 from rose.kernels import invariant
@@ -32,10 +33,10 @@ CONFIG = gpt_oss.config(
 WEIGHTS = gpt_oss.hashed_weights(CONFIG, torch.float32)
 
 
-def _model(dtype=torch.float32, **kernels):
+def _model(dtype=torch.float32, **options):
     weights = {name: w.to(dtype) for name, w in WEIGHTS.items()}
     parameters = gpt_oss.parameters(CONFIG, weights)
-    return gpt_oss.build(CONFIG, parameters, dtype, page_tokens=PAGE, **kernels)
+    return gpt_oss.build(CONFIG, parameters, dtype, page_tokens=PAGE, **options)
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +56,14 @@ class Recorder:
     """An engine that keeps the logits of every (request, position)."""
 
     def __init__(self, model, *, is_overlapped=False, kv_tokens=2048, prefix_cache=True, **budgets):
+        kv = "fp8_e4m3" if model.kv_dtype == torch.float8_e4m3fn else "auto"
         scheduler = {"max_step_tokens": 512, "max_mixed_tokens": 512, "max_sequences": 8} | budgets
         self.engine = LLMEngine.from_model(
             model,
             EngineConfig(
                 model="tiny",
                 device="cpu",
+                quant=QuantConfig(kv=kv),
                 cache=CacheConfig(page_tokens=PAGE, kv_tokens=kv_tokens, prefix_cache=prefix_cache),
                 scheduler=SchedulerConfig(**scheduler),
             ),
@@ -172,6 +175,15 @@ BUSY = {
 def test_a_busy_engine_that_preempts_and_hits(dtype, threads):
     torch.set_num_threads(threads)
     engine = _check_history(_model(dtype, batch_invariant=True), BUSY)
+    assert engine.scheduler.num_preemptions > 0
+    assert engine.scheduler.num_cached_tokens > 0
+
+
+def test_with_kv_in_e4m3_too():
+    """What was cached, preempted or cut was rounded as it was written: the same numbers are read again."""
+    model = _model(kv="fp8_e4m3", batch_invariant=True)
+    engine = _check_history(model, BUSY)
+    assert engine.decoder.runner.kv_pages[0].dtype == torch.float8_e4m3fn
     assert engine.scheduler.num_preemptions > 0
     assert engine.scheduler.num_cached_tokens > 0
 

@@ -26,7 +26,7 @@ PAGE, WINDOW_TOKENS = 4, 6
 
 
 def _layout():
-    sizes = {"page_tokens": PAGE, "num_kv_heads": 1, "head_dim": 2, "format": "float32"}
+    sizes = {"page_tokens": PAGE, "num_kv_heads": 1, "head_dim": 2, "element": "float32"}
     full = KindLayout(kind="full", layers=(1,), window_tokens=None, **sizes)
     window = KindLayout(kind="window", layers=(0,), window_tokens=WINDOW_TOKENS, **sizes)
     return CacheLayout(kinds=(full, window), page_tokens=PAGE)

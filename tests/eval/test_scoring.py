@@ -87,6 +87,16 @@ def test_the_table_shows_differences_to_the_first_format():
     assert low[1:] == ["9", "9", "+0"]
 
 
+def test_runs_with_a_kv_format_of_their_own_are_named_so():
+    plain = {"weights": "mxfp4", "activations": "float32", "kv": "float32"}
+    runs = [
+        {**plain, **kv, "tasks": {"copy": 1.0}, "reasoning_characters": {}}
+        for kv in ({}, {"kv": "fp8_e4m3"})
+    ]
+    second = "mxfp4, KV fp8_e4m3"
+    assert table(runs)[0] == ["task", "mxfp4", second, f"{second} - mxfp4"]
+
+
 def _asker(monkeypatch, handler):
     client = httpx.Client
     monkeypatch.setattr(

@@ -129,10 +129,11 @@ def build(
     dtype: torch.dtype,
     *,
     page_tokens: int = 16,
+    kv: str | None = None,
     **kernels: object,
 ) -> GptOss:
-    """The model with every call held against its contract."""
-    quant = QuantConfig(weights="float32", activations=NAMES[dtype], kv=NAMES[dtype])
+    """The model with every call held against its contract; `kv`: format of its cache, else that of activations."""
+    quant = QuantConfig(weights="float32", activations=NAMES[dtype], kv=kv or NAMES[dtype])
     build = LayerBuild(quant=quant, kernels=KernelsConfig(check_calls=True, **kernels))
     return GptOss(c, p, build=build, page_tokens=page_tokens, num_positions=8192)
 

@@ -45,8 +45,8 @@ def _planner(size="20b", device=H200, free_bytes=None):
     return Planner(entry=ENTRY, model_config=published(size), device=device, free_bytes=free_bytes)
 
 
-def _config(device=H200, *, weights="mxfp4", **changes):
-    config = EngineConfig(model="m", quant=QuantConfig(weights=weights), **changes)
+def _config(device=H200, *, weights="mxfp4", kv="auto", **changes):
+    config = EngineConfig(model="m", quant=QuantConfig(weights=weights, kv=kv), **changes)
     return config.resolve(device, checkpoint_format="mxfp4")
 
 
@@ -92,6 +92,35 @@ def test_what_is_left_is_of_what_is_free_where_that_is_known():
         assert line.split() == ["left", f"{left:.2f}", "GiB", *words.split()]
 
 
+@pytest.mark.parametrize("size", ["20b", "120b"])
+def test_kv_in_e4m3_holds_twice_the_tokens_in_pages_of_half_the_bytes(size):
+    planner, plain, narrow = _planner(size), _config(), _config(kv="fp8_e4m3")
+    before, after = planner.plan(plain), planner.plan(narrow)
+    assert after.use == before.use
+    assert after.total <= after.budget_bytes
+    bytes_before, bytes_after = (
+        [k.page_bytes for k in planner._layout(c).kinds] for c in (plain, narrow)
+    )
+    assert [2 * n for n in bytes_after] == bytes_before
+    assert f"{after.kv_tokens} tokens in fp8_e4m3" in "\n".join(planner.lines(narrow, after))
+    # Window pages are as many as before: their number follows the sequences that may run.
+    assert after.kv_tokens / before.kv_tokens == pytest.approx(2, abs=0.1)
+
+
+def test_kv_in_e4m3_is_named_where_it_would_fit_and_only_there():
+    asked = CacheConfig(kv_tokens=6_000_000)
+    with pytest.raises(ConfigError, match=r"What fits: .*change quant\.kv to fp8_e4m3"):
+        _planner().plan(_config(cache=asked))
+    ampere = replace(H200, capability=(8, 0))
+    for planner, config in (
+        (_planner(device=ampere), _config(cache=asked)),
+        (_planner(), _config(kv="fp8_e4m3", cache=CacheConfig(kv_tokens=20_000_000))),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            planner.plan(config)
+        assert "quant.kv" not in str(caught.value)
+
+
 def test_what_does_not_fit_is_refused_with_numbers_and_the_formats_that_would():
     with pytest.raises(ConfigError) as caught:
         _planner("120b").plan(_config(weights="bf16"))
@@ -114,6 +143,7 @@ CHANGES = {
     r"lower context_tokens to (\d+)": (None, "context_tokens"),
     r"lower scheduler.max_sequences to (\d+)": ("scheduler", "max_sequences"),
     r"lower scheduler.max_step_tokens to (\d+)": ("scheduler", "max_step_tokens"),
+    r"change quant.kv to (fp8_e4m3)": ("quant", "kv"),
 }
 
 
@@ -123,7 +153,9 @@ def _applied(config, text):
         found = re.search(pattern, text)
         if found is None:
             continue
-        value = float(found[1]) if "fraction" in name else int(found[1])
+        value = found[1]
+        if node != "quant":
+            value = float(value) if "fraction" in name else int(value)
         if node is None:
             yield replace(config, **{name: value})
         else:

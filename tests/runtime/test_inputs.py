@@ -11,7 +11,7 @@ from rose.runtime.inputs import DeviceTables
 from rose.runtime.plan import PlanEntry, StepPlan
 from rose.utils.device import CPU
 
-SIZES = {"page_tokens": 4, "num_kv_heads": 1, "head_dim": 2, "format": "float32"}
+SIZES = {"page_tokens": 4, "num_kv_heads": 1, "head_dim": 2, "element": "float32"}
 LAYOUT = CacheLayout(
     kinds=(
         KindLayout(kind="full", layers=(1,), window_tokens=None, **SIZES),

@@ -22,7 +22,7 @@ H200_BYTES = H200.memory_bytes
 def _plan(size="20b", *, use=None, device_bytes=H200_BYTES, is_context_asked=False, **changes):
     cache = CacheConfig(**changes.pop("cache", {}))
     scheduler = SchedulerConfig(**changes.pop("scheduler", {}))
-    layout = CacheLayout.of(published(size), cache, kv_format="bf16")
+    layout = CacheLayout.of(published(size), cache, kv_element="bf16")
     return plan_memory(
         layout=layout,
         cache=cache,
@@ -87,7 +87,7 @@ def test_weights_that_leave_nothing_are_refused_with_the_numbers_and_what_to_cha
 
 
 def _lines(plan):
-    layout = CacheLayout.of(published("20b"), CacheConfig(), kv_format="bf16")
+    layout = CacheLayout.of(published("20b"), CacheConfig(), kv_element="bf16")
     config = EngineConfig(model="m")
     return list(table(plan, layout, config, H200, context_tokens=131072))
 
@@ -112,7 +112,7 @@ def test_a_context_that_was_asked_for_does_not():
 
 def test_window_pages_suffice_for_every_sequence_and_the_chunks_of_a_step():
     scheduler = SchedulerConfig(max_sequences=8, max_step_tokens=1024, max_mixed_tokens=512)
-    layout = CacheLayout.of(published("20b"), CacheConfig(), kv_format="bf16")
+    layout = CacheLayout.of(published("20b"), CacheConfig(), kv_element="bf16")
     assert window_pages(layout, scheduler, 10_000) == 8 * 3 + 1024 // 64 + 8
     assert window_pages(layout, scheduler, 20) == 20
 

@@ -1,14 +1,15 @@
 """The model, with the kernels that serve, against the float32 reference at real shapes and few layers.
 
 Four runs of the same weights and tokens: the reference in float32, the reference in bf16 with float32 norms and angles,
-the reference in float32 with the experts' inputs rounded as the bound prefill kernel rounds them, and our model.
+the reference in float32 with KV and the experts' inputs rounded as the cache and the bound prefill kernel round them,
+and our model.
 Compared are the logits of every position after one prefill, and those of the last tokens decoded one by one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from rose.bench.build import setup
 from rose.bench.record import Origin, append
+from rose.kernels.formats import to_e4m3
 from rose.kernels.quantize_activation.reference import rounded
 from rose.kernels.registry import implementations
 from rose.layers.build import LayerBuild
@@ -75,6 +77,24 @@ def rounded_experts(formats: tuple[str, str]) -> Iterator[None]:
         reference.expert_block = plain
 
 
+@contextmanager
+def rounded_kv() -> Iterator[None]:
+    """Make the reference round keys and values to E4M3, as a KV cache in fp8_e4m3 does, inside the block."""
+    plain = reference.attention
+
+    def attention(
+        q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, sinks_H: Tensor, *, window_tokens: int | None
+    ) -> Tensor:
+        k_TGd, v_TGd = (to_e4m3(x).to(x.dtype) for x in (k_TGd, v_TGd))
+        return plain(q_THd, k_TGd, v_TGd, sinks_H, window_tokens=window_tokens)
+
+    reference.attention = attention
+    try:
+        yield
+    finally:
+        reference.attention = plain
+
+
 @torch.inference_mode()
 def our_logits(model: GptOss, token_ids_T: Tensor, *, num_decoded: int) -> tuple[Tensor, Tensor]:
     """Return float32 logits [T, V] of one prefill, and [num_decoded, V] of the last tokens decoded singly."""
@@ -128,6 +148,7 @@ def measure(
     source = torch.Generator(device).manual_seed(seed)
     token_ids_T = torch.randint(config.vocab_size, (num_tokens,), generator=source, device=device)
     names = reference_config(config)
+    is_kv_rounded = model.kv_dtype == torch.float8_e4m3fn
     is_tf32 = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False  # the reference is float32 in earnest
     try:
@@ -135,9 +156,13 @@ def measure(
             exact = weights_of(parameters, torch.float32)
             wanted_TV = reference.forward(names, exact, token_ids_T)
             errors = {}
-            rounded_TV = None
+            rounded_TV = kv_TV = None
+            if is_kv_rounded:
+                with rounded_kv():
+                    rounded_TV = kv_TV = reference.forward(names, exact, token_ids_T)
+                errors["reference_kv_rounded"] = relative(kv_TV, wanted_TV)
             if rounding is not None:
-                with rounded_experts(rounding):
+                with rounded_experts(rounding), rounded_kv() if is_kv_rounded else nullcontext():
                     rounded_TV = reference.forward(names, exact, token_ids_T)
                 errors["reference_rounded"] = relative(rounded_TV, wanted_TV)
             del exact
@@ -156,6 +181,8 @@ def measure(
     if rounded_TV is not None:
         errors["prefill_against_rounded"] = relative(prefilled_TV, rounded_TV)
     errors["decode_after_prefill"] = relative(decoded_TV, wanted_TV[-num_decoded:])
+    if kv_TV is not None:
+        errors["decode_against_rounded"] = relative(decoded_TV, kv_TV[-num_decoded:])
     return errors
 
 

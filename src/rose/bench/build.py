@@ -27,8 +27,9 @@ class BenchSetup:
     model_config: GptOssConfig
     device: DeviceFacts
     seed: int
-    is_trial: bool = False
-    """Layers were cut off, or a step holds other than the usual tokens: runs, but is no result of the score table."""
+    is_option: bool = False
+    """Its lines are marked as options, beside the score table: KV is narrower than bf16, layers were cut off, or a step
+    holds other than the usual tokens."""
 
     @property
     def name(self) -> str:
@@ -42,6 +43,7 @@ def setup(
     *,
     size: str,
     weights: str,
+    kv: str = "auto",
     device: str,
     only: dict[str, str] | None = None,
     seed: int = 0,
@@ -65,7 +67,7 @@ def setup(
         model=f"synthetic gpt-oss-{size}",
         device=device,
         use_graphs=graphs,
-        quant=QuantConfig(weights=weights),
+        quant=QuantConfig(weights=weights, kv=kv),
         cache=CacheConfig(kv_tokens=kv_tokens, prefix_cache=prefix_cache),
         scheduler=SchedulerConfig(
             max_step_tokens=max_step_tokens, max_mixed_tokens=max_mixed_tokens
@@ -78,7 +80,9 @@ def setup(
         model_config=model_config,
         device=facts,
         seed=seed,
-        is_trial=layers is not None or max_step_tokens != GPU_TOKENS[0],
+        is_option=layers is not None
+        or max_step_tokens != GPU_TOKENS[0]
+        or config.quant.kv == "fp8_e4m3",
     )
 
 

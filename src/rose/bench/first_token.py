@@ -40,7 +40,7 @@ def main(choices: dict[str, Any]) -> dict[str, Any]:
         "config": bench.name,
         "device": bench.device.name,
         "kv": bench.config.quant.kv,
-        "is_trial": bench.is_trial,
+        "is_option": bench.is_option,
         "stages": stages,
     }
 

@@ -40,7 +40,7 @@ class Results:
     refused: list[str] = field(default_factory=list)
     """Where, and why."""
     num_aside: int = 0
-    """Lines of other tools, and kernels that failed."""
+    """Lines of other tools, kernels that failed, and options of benches that have no table of them."""
 
 
 def faults(line: Line) -> list[str]:
@@ -71,6 +71,8 @@ def read(paths: Iterable[Path]) -> Results:
             bench = str(line.get("bench"))
             if bench in FIELDS:
                 _take(results, options, place, line)
+            elif line.get("option"):
+                results.num_aside += 1  # not in the place of a line that counts
             elif all(line.get(name) is not None for name in TABLES.get(bench, ("no table",))) and (
                 "error" not in line
             ):

@@ -124,7 +124,7 @@ def report(line: dict[str, Any]) -> str:
 def build_null(num_sequences: int, num_tokens: int, *, is_caching: bool) -> LLMEngine:
     """Return an engine without a model, overlapped, with pages for so many tokens of each sequence."""
     config = SchedulerConfig(max_sequences=num_sequences, max_waiting=num_sequences)
-    layout = CacheLayout.of(published("20b"), CacheConfig(), kv_format="bf16")
+    layout = CacheLayout.of(published("20b"), CacheConfig(), kv_element="bf16")
     pages = {"full": num_sequences * (num_tokens // 64 + 1), "window": 48 * num_sequences}
     tables = DeviceTables(
         layout,

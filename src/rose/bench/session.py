@@ -128,7 +128,7 @@ class Session:
         line = self.origin.line(
             bench, samples, model=self.setup.size, kv=self.setup.config.quant.kv, **fields
         )
-        if self.setup.is_trial:
+        if self.setup.is_option:
             line["option"] = True
         self.lines.append(line)
         append(self.path, line)

@@ -120,7 +120,7 @@ def run_start(
             kv=facts["kv"],
             stages=facts["stages"],
         )
-        if facts["is_trial"]:
+        if facts["is_option"]:
             line["option"] = True
         append(path, line)
         kind = "caches warm" if is_cached else "nothing cached"

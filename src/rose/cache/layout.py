@@ -27,14 +27,14 @@ class KindLayout:
     num_kv_heads: int
     """Of this rank."""
     head_dim: int
-    format: str
-    """Element type, a name of utils/dtypes.py."""
+    element: str
+    """Type of the numbers, a name of utils/dtypes.py."""
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page in all layers of the kind: 2 (k, v) x heads x tokens x head size x element."""
         elements = 2 * self.num_kv_heads * self.page_tokens * self.head_dim
-        return len(self.layers) * elements * BITS_PER_ELEMENT[self.format] // 8
+        return len(self.layers) * elements * BITS_PER_ELEMENT[self.element] // 8
 
     def shape(self, num_pages: int) -> tuple[int, int, int, int, int]:
         """Return the shape of one layer's tensor, [pages, 2, G, L, D] as in the kernels' contracts."""
@@ -64,7 +64,7 @@ class CacheLayout:
 
     @classmethod
     def of(
-        cls, model: ModelConfig, cache: CacheConfig, *, kv_format: str, tp: int = 1
+        cls, model: ModelConfig, cache: CacheConfig, *, kv_element: str, tp: int = 1
     ) -> CacheLayout:
         """Read the layout off a model's sizes, for one of `tp` ranks."""
         kinds = []
@@ -83,7 +83,7 @@ class CacheLayout:
                     page_tokens=cache.page_tokens,
                     num_kv_heads=max(1, model.num_kv_heads // tp),
                     head_dim=model.head_dim,
-                    format=kv_format,
+                    element=kv_element,
                 )
             )
         return cls(kinds=tuple(kinds), page_tokens=cache.page_tokens)

@@ -40,6 +40,8 @@ _setup_options = (
     click.option("--size", type=click.Choice(SIZES), default="tiny", show_default=True,
                  help="Shape of the model."),
     click.option("--weights", default="mxfp4", show_default=True, help="Resident weight format."),
+    click.option("--kv", default="auto", show_default=True,
+                 help="Format of the KV cache; auto: the activations'. Lines with fp8_e4m3 are marked as options."),
     click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
     click.option("--only", multiple=True, type=NameValue("operation=implementation"),
                  callback=as_dict, metavar="OP=NAME", help="Use one implementation of an operation."),

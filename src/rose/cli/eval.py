@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rose.cli.serve import EMBEDDED_MODEL
 from rose.utils.errors import ConfigError
 
 FORMATS = ("auto", "mxfp4", "bf16", "fp8_block", "fp8_block_all")
+KV_FORMATS = ("auto", "bf16", "fp8_e4m3")
 
 
 @click.command()
@@ -22,6 +24,13 @@ FORMATS = ("auto", "mxfp4", "bf16", "fp8_block", "fp8_block_all")
     multiple=True,
     type=click.Choice(FORMATS),
     help="Format of the weights in memory; give it again to compare formats.  [default: auto]",
+)
+@click.option(
+    "--kv",
+    "kvs",
+    multiple=True,
+    type=click.Choice(KV_FORMATS),
+    help="Format of the KV cache; give it again to compare formats.  [default: auto]",
 )
 @click.option("--url", help="Ask a running server instead of an engine in this process.")
 @click.option(
@@ -43,6 +52,7 @@ FORMATS = ("auto", "mxfp4", "bf16", "fp8_block", "fp8_block_all")
 def evaluate(
     folder: Path | None,
     weights: tuple[str, ...],
+    kvs: tuple[str, ...],
     url: str | None,
     tasks: tuple[str, ...],
     path: Path | None,
@@ -53,13 +63,14 @@ def evaluate(
 
     Without --task also the perplexities of fixed texts, and how far their log-probabilities are from the stored ones.
     """
-    _check(folder, weights, url, tasks, is_stored)
+    _check(folder, weights + kvs, url, tasks, is_stored)
     if is_stored:
         from rose.eval.run import store_float64
 
         click.echo(f"wrote {store_float64(folder or EMBEDDED_MODEL)}")
         return
-    runs = _runs(folder or EMBEDDED_MODEL, weights or ("auto",), url, tasks, **options)
+    formats = list(product(weights or ("auto",), kvs or ("auto",)))
+    runs = _runs(folder or EMBEDDED_MODEL, formats, url, tasks, **options)
     _print(runs)
     if path is not None:
         path.write_text(json.dumps({**runs[0], "runs": runs}, indent=1) + "\n")
@@ -67,7 +78,7 @@ def evaluate(
 
 def _check(
     folder: Path | None,
-    weights: tuple[str, ...],
+    formats: tuple[str, ...],
     url: str | None,
     tasks: tuple[str, ...],
     is_stored: bool,
@@ -84,31 +95,37 @@ def _check(
         problems.append(
             "--task texts was given with --url; chat answers carry no log-probabilities of texts; leave one of them out"
         )
-    if url is not None and (folder is not None or weights or is_stored):
+    if url is not None and (folder is not None or formats or is_stored):
         problems.append(
-            "--url was given with MODEL, --weights or --store; a server has chosen its weights; leave one of them out"
+            "--url was given with MODEL, --weights, --kv or --store; a server has chosen its formats; "
+            "leave one of them out"
         )
     if problems:
         raise ConfigError(problems)
 
 
 def _runs(
-    folder: Path, weights: tuple[str, ...], url: str | None, tasks: tuple[str, ...], **options: Any
+    folder: Path,
+    formats: list[tuple[str, str]],
+    url: str | None,
+    tasks: tuple[str, ...],
+    **options: Any,
 ) -> list[dict[str, Any]]:
     from rose.eval.run import evaluate_folder, evaluate_server, questions
     from rose.eval.tasks import TEXTS
 
     examples = questions(tasks, options["count"], seed=options["seed"])
     runs = []
-    for form in weights:
+    for weights, kv in formats:
         begin = time.perf_counter()
         if url is not None:
             run = evaluate_server(url, examples)
         else:
             run = evaluate_folder(
                 folder,
-                form,
+                weights,
                 examples,
+                kv=kv,
                 device=options["device"],
                 has_texts=not tasks or TEXTS in tasks,
             )

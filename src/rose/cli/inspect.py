@@ -136,7 +136,7 @@ def _memory(model: Any, config: Any, table: list[Any], size: int) -> dict[str, A
         )
         for name in ("mxfp4", "fp8_block", "fp8_block_all", "bf16")
     }
-    kinds = CacheLayout.of(config, CacheConfig(), kv_format="bf16", tp=size).kinds
+    kinds = CacheLayout.of(config, CacheConfig(), kv_element="bf16", tp=size).kinds
     return {
         "tp": size,
         "weight_bytes": weights,

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from rose.utils.errors import ConfigError
 
 ACTIVATION_FORMATS = ("auto", "bf16", "float32", "float64")
-"""Of activations and KV; float64 is for tests."""
+"""float64 is for tests."""
+KV_FORMATS = (*ACTIVATION_FORMATS, "fp8_e4m3")
 WEIGHT_FORMATS = ("auto", "mxfp4", "bf16", "fp8_block", "fp8_block_all", "float32")
 
 
@@ -21,7 +22,8 @@ class QuantConfig:
     activations: str = "auto"
     """bf16, or float32 (tests, CPU); auto: bf16 on CUDA, float32 on a CPU."""
     kv: str = "auto"
-    """Format of the KV cache; auto: the activations'."""
+    """Format of the KV cache; auto: the activations'. fp8_e4m3: half the bytes of bf16, without scales, and less exact
+    (docs/numerics.md)."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -30,11 +32,19 @@ class QuantConfig:
                 f"weights={self.weights!r} is not a format; allowed: {', '.join(WEIGHT_FORMATS)}; "
                 "change quant.weights"
             )
-        for name, value in (("activations", self.activations), ("kv", self.kv)):
-            if value not in ACTIVATION_FORMATS:
+        for name, value, formats in (
+            ("activations", self.activations, ACTIVATION_FORMATS),
+            ("kv", self.kv, KV_FORMATS),
+        ):
+            if value not in formats:
                 problems.append(
-                    f"{name}={value!r} is not a format; allowed: {', '.join(ACTIVATION_FORMATS)}; "
-                    f"change quant.{name}"
+                    f"{name}={value!r} is not a format; allowed: {', '.join(formats)}; change quant.{name}"
                 )
         if problems:
             raise ConfigError(problems)
+
+    @property
+    def kv_element(self) -> str:
+        """Type of the numbers in the KV cache, a name of utils/dtypes.py."""
+        assert self.kv != "auto", "quant must be resolved first"
+        return "e4m3" if self.kv == "fp8_e4m3" else self.kv

@@ -29,17 +29,23 @@ def token_limit(example: Example) -> int:
 class EngineAsker:
     """The engine in this process."""
 
-    def __init__(self, folder: Path, *, weights: str, device: str) -> None:
+    def __init__(self, folder: Path, *, weights: str, kv: str = "auto", device: str) -> None:
         from rose.config.engine import EngineConfig
         from rose.config.quant import QuantConfig
         from rose.engine.engine import LLMEngine
         from rose.frontend.formatters.registry import build_formatter
         from rose.frontend.tokenizer import load_tokenizer
+        from rose.models.gpt_oss.weights import checkpoint_format
+        from rose.utils.device import detect
         from rose.utils.threads import fit_threads
 
         self.tokenizer = load_tokenizer(folder)
         self._formatter = build_formatter("harmony", self.tokenizer)
-        config = EngineConfig(model=str(folder), device=device, quant=QuantConfig(weights=weights))
+        quant = QuantConfig(weights=weights, kv=kv)
+        config = EngineConfig(model=str(folder), device=device, quant=quant)
+        config = config.resolve(detect(device), checkpoint_format=checkpoint_format(folder))
+        self.quant = config.quant
+        """With every format decided."""
         self.engine = LLMEngine.from_config(config)
         fit_threads(self.engine.model.weight_bytes, config.device)
 

@@ -29,19 +29,29 @@ def evaluate_server(url: str, examples: Sequence[Example]) -> dict[str, Any]:
 
 
 def evaluate_folder(
-    folder: Path, weights: str, examples: Sequence[Example], *, device: str, has_texts: bool
+    folder: Path,
+    weights: str,
+    examples: Sequence[Example],
+    *,
+    kv: str = "auto",
+    device: str,
+    has_texts: bool,
 ) -> dict[str, Any]:
-    """Ask the engine on the weights of a folder, held in a format; `has_texts`: compare the fixed texts too."""
+    """Ask the engine on the weights of a folder, held in a format, as is the KV cache.
+
+    `has_texts`: compare the fixed texts too.
+    """
     from rose.eval.logprobs import compare
 
-    asker = EngineAsker(folder, weights=weights, device=device)
+    asker = EngineAsker(folder, weights=weights, kv=kv, device=device)
     replies = asker.ask(examples)
     model = asker.engine.model
     return {
         "model": folder.name,
         "weights": weights,
         "device": str(model.device),
-        "activations": str(model.kv_dtype).removeprefix("torch."),
+        "activations": asker.quant.activations,
+        "kv": asker.quant.kv,
         **summary(zip(examples, replies, strict=True)),
         "texts": compare(folder, model, asker.tokenizer) if has_texts else {},
     }
@@ -66,7 +76,7 @@ def store_float64(folder: Path) -> Path:
 
 def table(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Return rows of cells: one column per run, and for further runs the difference to the first in points."""
-    names = [run.get("weights", "served") for run in runs]
+    names = [_name(run) for run in runs]
     head = ["task", names[0]]
     for name in names[1:]:
         head += [name, f"{name} - {names[0]}"]
@@ -84,6 +94,12 @@ def table(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
                 label = what if what == "perplexity" else "|log p - float64|"
                 rows.append([f"{label}, {text}", *_cells(values, "{:.4g}", "{:+.2g}")])
     return rows
+
+
+def _name(run: dict[str, Any]) -> str:
+    weights = run.get("weights", "served")
+    is_plain = run.get("kv") == run.get("activations")
+    return weights if is_plain else f"{weights}, KV {run['kv']}"
 
 
 def _cells(values: Sequence[float], plain: str, signed: str) -> list[str]:

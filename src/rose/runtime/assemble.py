@@ -59,7 +59,7 @@ def assemble(
     Raises   ConfigError where parallel sizes, context or memory do not allow it
     """
     layout = CacheLayout.of(
-        model.config, config.cache, kv_format=config.quant.kv, tp=config.parallel.tp
+        model.config, config.cache, kv_element=config.quant.kv_element, tp=config.parallel.tp
     )
     require_one_device(config.parallel)
     context_tokens = context_limit(config, model.config)

@@ -22,6 +22,8 @@ from rose.utils.errors import ConfigError
 
 _FRACTIONS = (0.95, 0.98)
 _FORMATS = ("mxfp4", "fp8_block", "fp8_block_all", "bf16")
+_E4M3_CAPABILITY = (8, 9)
+"""Of a GPU that converts to and from E4M3."""
 _LEAST_STEP_TOKENS = 256
 _LEAST_TOKENS = 1024
 _LEAST_SEQUENCES = 8
@@ -97,7 +99,10 @@ class Planner:
 
     def _layout(self, config: EngineConfig) -> CacheLayout:
         return CacheLayout.of(
-            self.model_config, config.cache, kv_format=config.quant.kv, tp=config.parallel.tp
+            self.model_config,
+            config.cache,
+            kv_element=config.quant.kv_element,
+            tp=config.parallel.tp,
         )
 
     def _changes_that_fit(self, config: EngineConfig) -> str:
@@ -165,6 +170,11 @@ def _changes(
             advice,
             replace(config, scheduler=replace(scheduler, max_sequences=count)),
         )
+    if config.quant.kv_element != "e4m3" and (
+        device.kind == "cpu" or device.capability >= _E4M3_CAPABILITY
+    ):
+        advice = "change quant.kv to fp8_e4m3"
+        yield "kv format", advice, replace(config, quant=replace(config.quant, kv="fp8_e4m3"))
     for name in _FORMATS:
         advice = f"change quant.weights to {name}"
         yield "weights", advice, replace(config, quant=replace(config.quant, weights=name))

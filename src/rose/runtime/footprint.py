@@ -47,7 +47,7 @@ def footprint(
     Raises   InvarianceError where the batch-invariant mode was asked for and kernels for it are missing
     """
     layout = CacheLayout.of(
-        model_config, config.cache, kv_format=config.quant.kv, tp=config.parallel.tp
+        model_config, config.cache, kv_element=config.quant.kv_element, tp=config.parallel.tp
     )
     build = LayerBuild(
         quant=config.quant, device=device, kernels=config.kernels, dry_context=context_tokens
@@ -97,7 +97,7 @@ def _workspace(
 def _blank_context(layout: CacheLayout, num_tokens: int, context_tokens: int) -> ForwardContext:
     columns = ceil_div(context_tokens, layout.page_tokens)
     pages = {
-        layer: torch.empty(kind.shape(1), dtype=torch_dtype(kind.format), device="meta")
+        layer: torch.empty(kind.shape(1), dtype=torch_dtype(kind.element), device="meta")
         for kind in layout.kinds
         for layer in kind.layers
     }

@@ -50,7 +50,7 @@ def table(
     for name, num_bytes, what in rows:
         if num_bytes or name == "weights":
             yield f"{name:<11} {_size(num_bytes)}  {what}"
-    yield f"KV          {_size(plan.kv_bytes)}  {plan.kv_tokens} tokens"
+    yield f"KV          {_size(plan.kv_bytes)}  {plan.kv_tokens} tokens in {config.quant.kv}"
     for kind in layout.kinds:
         yield (
             f"  {kind.kind:<9} {plan.num_pages[kind.kind]:8d} pages of {layout.page_tokens} tokens, "

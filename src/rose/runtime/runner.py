@@ -60,6 +60,6 @@ def allocate_kv(
     by_layer: dict[int, Tensor] = {}
     for kind in layout.kinds:
         shape = (len(kind.layers), *kind.shape(num_pages[kind.kind]))
-        memory = torch.zeros(shape, dtype=torch_dtype(kind.format), device=device)
+        memory = torch.zeros(shape, dtype=torch_dtype(kind.element), device=device)
         by_layer.update(zip(kind.layers, memory, strict=True))
     return [by_layer[i] for i in range(len(by_layer))]

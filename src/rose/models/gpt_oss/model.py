@@ -102,7 +102,8 @@ class GptOss:
         `num_positions`: rows of the rotary table; None is the context of the model.
         """
         self.config, self.page_tokens = config, page_tokens
-        self.device, self.kv_dtype = parameters.embedding_VD.device, torch_dtype(build.quant.kv)
+        self.device = parameters.embedding_VD.device
+        self.kv_dtype = torch_dtype(build.quant.kv_element)
         self._build = build
         cos_sin_PD = yarn(config).table(
             num_positions or config.context_tokens,
