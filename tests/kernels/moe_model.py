@@ -40,14 +40,16 @@ def sources(folder: Path, name: str, edits: tuple[tuple[str, str], ...] = ()) ->
     (folder / "prefill_permute.cuh").write_text("#pragma once\n")
     launch = r"product<P><<<(.*?), P::kThreads, P::kSharedBytes, stream>>>\(p\);"
     run = r"return model::run([=] { product<P>(p); }, \1, P::kThreads, P::kSharedBytes);"
-    for header in {"fused", name}:
-        text = (FOLDER / f"prefill_{header}.cuh").read_text()
-        text, count = re.subn(launch, run, text, flags=re.DOTALL)
-        assert count == 1
-        for old, new in edits if header == name else ():
-            assert text.count(old) == 1, old
-            text = text.replace(old, new)
-        (folder / f"prefill_{header}.cuh").write_text(text)
+    rooms = [p for p in FOLDER.glob(f"prefill_{name}*.cuh") if not (MODEL / p.name).exists()]
+    texts = {path.name: path.read_text() for path in rooms}
+    main_room = f"prefill_{name}.cuh"
+    texts[main_room], count = re.subn(launch, run, texts[main_room], flags=re.DOTALL)
+    assert count == 1
+    for old, new in edits:
+        assert sum(text.count(old) for text in texts.values()) == 1, old
+        texts = {room: text.replace(old, new) for room, text in texts.items()}
+    for room, text in texts.items():
+        (folder / room).write_text(text)
     launchers = (FOLDER / f"prefill_{name}_sm90.cu").read_text()
     quantize = re.search(r'extern "C" int launch_quantize.*?\n}\n', launchers, re.DOTALL)
     assert quantize is not None
@@ -59,8 +61,9 @@ def sources(folder: Path, name: str, edits: tuple[tuple[str, str], ...] = ()) ->
     main = folder / "main.cpp"
     main.write_text(
         f'#include "prefill_{name}.cuh"\n#include "prefill_rows.cuh"\n'
-        "namespace rose::moe::fused { uint8_t raw[1]; }\nnamespace rose::moe::swapped { uint8_t raw[1]; }\n"
-        "using namespace rose::moe;\n" + wide + launchers[launchers.index("namespace {") :]
+        f"namespace rose::moe::{name} {{ uint8_t raw[1]; }}\nusing namespace rose::moe;\n"
+        + wide
+        + launchers[launchers.index("namespace {") :]
     )
     return main
 

@@ -17,7 +17,6 @@ from rose.kernels.moe_experts.mxfp4_tiles import tile_exponents
 from rose.quant.fp8 import from_mxfp4
 
 FOLDER = Path(cuda_fused.__file__).parent
-HEADER = (FOLDER / "prefill_fused.cuh").read_text()
 needs_nvcc = pytest.mark.skipif(build.find_nvcc() is None, reason="nvcc is not installed")
 COLUMNS = BLOCK_K = 128
 SLAB = 64

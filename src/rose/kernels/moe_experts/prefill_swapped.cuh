@@ -2,7 +2,8 @@
 // into registers by the warps that multiply them; tokens are operand B.
 //
 // A tile is 256 rows of an expert's matrix and up to 128 of its tokens. Roles of a persistent block: two warpgroups
-// multiply 128 rows each, as two slabs of 64; one warp of a third fills the ring of stages by TMA.
+// multiply 128 rows each, as two slabs of 64 (here and prefill_swapped_store.cuh); one warp of a third fills the ring of
+// stages by TMA (prefill_swapped_fill.cuh).
 //   pieces   a tile's tokens are two pieces of kN = 64, 48 or 32, chosen by the tile, so that it costs what it has.
 //            Sums of one piece, both slabs, are live beside the float32 totals: a token's scale serves both slabs.
 //   scales   one power of two for 128 rows and all of K (swapped_tables.py): totals are kept in its units, so that a
@@ -19,155 +20,13 @@
 // here, and 4/3 as many loads of scales and tokens for a product.
 #pragma once
 
-#include "prefill_fused.cuh"
-#include "prefill_swapped_ptx.cuh"
+#include "prefill_permute.cuh"
+#include "prefill_swapped_fill.cuh"
+#include "prefill_swapped_store.cuh"
+#include "warp.cuh"
 #include "wgmma_fp8_registers.cuh"
 
 namespace rose::moe::swapped {
-
-using fused::item_of_round;
-using fused::load_place;
-using fused::Place;
-using fused::store_place;
-
-constexpr int kItemRows = 256;  // of the weights, in a tile
-constexpr int kTokens = 128;
-constexpr int kBoxTokens = 32;
-constexpr int kCodeBytes = kItemRows * kBlockK / 2, kRowCodes = kBlockK / 2;
-constexpr int kOffsetBytes = kItemRows * 4;
-constexpr int kTables = 24;  // shifts -14 .. 9: below, every code rounds to zero; above, no code but 0 is met
-constexpr int kLowestShift = -14;
-
-struct Problem {
-  // x [R, K] in the order above; codes [P, E N / P, K / 2], P = 2 (gate, up) or 1; offsets [E, N / 256, K / 128, 256] words
-  CUtensorMap x, x_scales, codes, offsets;
-  Rows rows;
-  const float* row_scales;  // [E, ceil(N / 128)]
-  const void* bias;         // [E, N]
-  int bias_is_bf16;
-  int n, k;
-  uint8_t* hidden;
-  float* hidden_scales;
-  int scales_stride;
-  float alpha, limit;
-  __nv_bfloat16* y;
-};
-
-template <bool kGateUpP>
-struct Plan {
-  static constexpr bool kGateUp = kGateUpP;
-  static constexpr int kStages = 3, kThreads = 384;
-  static constexpr int kXBytes = kTokens * kBlockK;
-  static constexpr int kCodesAt = kXBytes, kOffsetsAt = kCodesAt + kCodeBytes, kScalesAt = kOffsetsAt + kOffsetBytes;
-  // Of a tile's first stage: its place, the scales of its two runs of 128 rows, its bias.
-  static constexpr int kPlaceAt = kScalesAt + 640, kRowScalesAt = kPlaceAt + 16, kBiasAt = kPlaceAt + 128;
-  static constexpr int kStageBytes = (kBiasAt + 4 * kItemRows + 1023) / 1024 * 1024;
-  static constexpr int kStaged = kStages * kStageBytes;  // what waits to be stored: 32 KB
-  static constexpr int kTable = kStaged + kTokens * kItemRows;
-  static constexpr int kBarriers = kTable + 256, kPlaces = kBarriers + 128;
-  static constexpr int kSharedBytes = 1024 + kPlaces + 8 * 32;
-  static_assert(kSharedBytes <= 227 * 1024, "more shared memory than a block can have");
-  static_assert(2 * kStages + 2 <= 16, "more barriers than their place holds");
-  // Codes in a stage: from a slab, and from h = 0 to h = 1.
-  static constexpr int kSlabPitch = (kGateUp ? 32 : 64) * kRowCodes, kHalfPitch = (kGateUp ? 128 : 8) * kRowCodes;
-};
-
-struct Shared {
-  uint32_t base, full, empty, staged_full, staged_empty, places;
-};
-
-// Order as in prefill_fused.cuh: expert by expert; a band of tiles inside one run of rows, then the next run. An expert's
-// tokens are shared out evenly over its tiles: a short tile would pay for a whole expansion.
-template <typename P>
-__device__ __forceinline__ Place locate(const Rows& rows, int item, int runs) {
-  Place found;
-  found.expert = __ldg(rows.expert + item / runs);
-  const int first = __ldg(rows.tiles + found.expert);
-  const int tiles = __ldg(rows.tiles + found.expert + 1) - first;
-  const int begin = __ldg(rows.starts + found.expert), end = __ldg(rows.starts + found.expert + 1);
-  int local = item - first * runs;
-  const int band = local / (kBandTiles * runs);
-  const int band_tiles = min(tiles - band * kBandTiles, kBandTiles);
-  local -= band * kBandTiles * runs;
-  const int run = local / band_tiles;
-  const int tile = band * kBandTiles + local - run * band_tiles;
-  const int each = ((end - begin + tiles - 1) / tiles + 7) & ~7;
-  found.row = begin + tile * each;
-  found.rows = min(end - found.row, each);
-  found.column = run * kItemRows;
-  return found;
-}
-
-// The half group of a ragged K comes first, the whole ones in order after it.
-__device__ __forceinline__ int block_of(int i, int k_full, int k_blocks) {
-  if (k_full == k_blocks) return i;
-  return i == 0 ? k_full : i - 1;
-}
-
-__device__ __forceinline__ void load_bias(float (&bias)[kItemRows / 32], const Problem& p, const Place& place, int lane) {
-#pragma unroll
-  for (int i = 0; i < kItemRows / 32; ++i) {
-    const size_t at = size_t(place.expert) * p.n + min(place.column + 32 * i + lane, p.n - 1);
-    bias[i] = p.bias_is_bf16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(p.bias)[at])
-                             : static_cast<const float*>(p.bias)[at];
-  }
-}
-
-// One warp.
-template <typename P>
-__device__ __forceinline__ void fill(const Problem& p, int num_items, const Shared& at) {
-  const int k_blocks = (p.k + kBlockK - 1) / kBlockK, k_full = p.k / kBlockK, lane = threadIdx.x % 32;
-  const int runs = (p.n + kItemRows - 1) / kItemRows, halves = (p.n + 127) / 128;
-  Cursor<P::kStages> ring;
-  float bias[kItemRows / 32], row_scale = 0.f;
-  Place place, next;
-  bool has_next = item_of_round(0) < num_items;
-  const auto look_up = [&](int round) {
-    next = locate<P>(p.rows, item_of_round(round), runs);
-    load_bias(bias, p, next, lane);
-    row_scale = __ldg(p.row_scales + next.expert * halves + min(next.column / 128 + lane % 2, halves - 1));
-  };
-  if (has_next) look_up(0);
-  for (int round = 0; has_next;) {
-    place = next;
-    const int boxes = (place.rows + kBoxTokens - 1) / kBoxTokens;
-    const uint32_t bytes = boxes * kBoxTokens * kBlockK + kScaleBox * 4 + kCodeBytes + kOffsetBytes;
-    for (int i = 0; i < k_blocks; ++i, ring.advance()) {
-      const int kb = block_of(i, k_full, k_blocks);
-      mbarrier_wait(at.empty + 8 * ring.stage, ring.parity ^ 1);
-      __syncwarp();  // before lane 0 lets the next phase begin
-      const uint32_t barrier = at.full + 8 * ring.stage, stage = at.base + ring.stage * P::kStageBytes;
-      if (i == 0) {
-        if (lane == 0) store_place(stage + P::kPlaceAt, place);
-        if (lane < 2) store_shared(stage + P::kRowScalesAt + 4 * lane, __float_as_uint(row_scale));
-#pragma unroll
-        for (int j = 0; j < kItemRows / 32; ++j) {
-          store_shared(stage + P::kBiasAt + 4 * (32 * j + lane), __float_as_uint(bias[j]));
-        }
-        __syncwarp();
-      }
-      if (lane == 0) {
-        mbarrier_arrive_expect(barrier, bytes);
-        const int row = place.expert * p.n + place.column;
-        tma_load_3d(stage + P::kCodesAt, &p.codes, barrier, kb * kRowCodes, P::kGateUp ? row / 2 : row, 0);
-        tma_load_2d(stage + P::kOffsetsAt, &p.offsets, barrier, 0,
-                    (place.expert * runs + place.column / kItemRows) * k_blocks + kb);
-#pragma unroll 1
-        for (int b = 0; b < boxes; ++b) {
-          tma_load_2d(stage + b * kBoxTokens * kBlockK, &p.x, barrier, kb * kBlockK, place.row + b * kBoxTokens);
-        }
-        tma_load_2d(stage + P::kScalesAt, &p.x_scales, barrier, place.row & ~3, kb);
-      } else if constexpr (kWarpArrivals > 1) {
-        mbarrier_arrive(barrier);  // tells of this lane's own stores
-      }
-      __syncwarp();
-      if (i == min(2, k_blocks - 1)) {
-        has_next = item_of_round(++round) < num_items;
-        if (has_next) look_up(round);
-      }
-    }
-  }
-}
 
 // Eight codes to two words of E4M3, all signs turned: a positive code has bit 7, a negative one has not (`promote`
 // subtracts). A selector with its top bit set gives the sign of 0x40, nothing, and else 0x40 itself.
@@ -307,109 +166,6 @@ __device__ __forceinline__ void multiply_tile(float (&total)[2][2][kN / 2], cons
     expand<P, 4>(a[1], 1, stage + P::kCodesAt + mine.codes, offsets, table);
   }
   for (int left = k_full; left > 0; --left) multiply_stage<P, kN, 4>(total, a, at, ring, mine, left > 1);
-}
-
-// SwiGLU of 64 channels, as fp16 in the staged tile [token][channel]; chunks of 16 bytes are swapped by token.
-template <typename P, int kN>
-__device__ __forceinline__ void stage_hidden(const float (&total)[2][2][kN / 2], const Problem& p, float row_scale,
-                                             uint32_t staged, int thread) {
-  const int consumer = thread / 128, warp = thread % 128 / 32, lane = thread % 32;
-  const float alpha2 = -1.4426950408889634f * p.alpha;
-#pragma unroll
-  for (int s = 0; s < 2; ++s) {
-    const int chunk = (8 * consumer + 4 * s + warp) ^ (lane % 8);
-#pragma unroll
-    for (int m = 0; m < kN / 4; m += 4) {  // matrix m: tokens 8m .. 8m + 7
-      uint32_t words[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int piece = (m + i) / (kN / 8), j = (m + i) % (kN / 8);
-        const float* d = &total[s][piece][4 * j];
-        words[i] = pack_half(fused::fast_swiglu(d[0] * row_scale, d[2] * row_scale, alpha2, p.limit),
-                             fused::fast_swiglu(d[1] * row_scale, d[3] * row_scale, alpha2, p.limit));
-      }
-      store_transposed(staged + (8 * m + lane) * kItemRows + 16 * chunk, words);
-    }
-  }
-}
-
-// A staged tile to E4M3 with a scale per token, in the order in which down reads it. One warpgroup, eight lanes a token.
-template <typename P>
-__device__ __forceinline__ void quantize_staged(const Problem& p, const Place& place, uint32_t staged, int thread) {
-  const int warp = thread % 128 / 32, lane = thread % 32, part = lane % 8;
-  const int channel = place.column / 2, block = p.n - place.column < kItemRows ? 16 : 32;  // channels of a lane's word t
-  const bool is_part = part < block / 4;
-  // Four tokens a round, eight in two; tokens 4 apart lie in other banks.
-  for (int round = 0; 32 * (round / 2) + 8 * warp < place.rows; ++round) {
-    const int token = 32 * (round / 2) + 8 * warp + 2 * (round % 2) + lane / 16 + 4 * (lane / 8 % 2);
-    float v[16], amax = 0.f;
-#pragma unroll
-    for (int t = 0; t < 4; ++t) {
-      const int first = block * t + 4 * part;
-      uint32_t pair[2] = {0, 0};
-      if (is_part) {
-        load_shared(pair, staged + token * kItemRows + 16 * ((first / 8) ^ (token % 8)) + 2 * (first % 8));
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        v[4 * t + i] = fused::half_of(pair[i / 2], i % 2);
-        amax = fmaxf(amax, fabsf(v[4 * t + i]));
-      }
-    }
-#pragma unroll
-    for (int step = 1; step < 8; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(0xffffffffu, amax, step));
-    const float scale = fmaxf(amax, 1e-4f) * (1.f / 448.f), inverse = fast_reciprocal(scale);
-    uint32_t words[4];
-#pragma unroll
-    for (int t = 0; t < 4; ++t) {
-      const float* d = v + 4 * t;
-      words[t] = pack_e4m3(d[0] * inverse, d[1] * inverse, d[2] * inverse, d[3] * inverse);
-    }
-    if (token < place.rows) {
-      const size_t row = size_t(place.row) + token;
-      if (part == 0) p.hidden_scales[size_t(channel / 128) * p.scales_stride + row] = scale;
-      if (is_part) {
-        *reinterpret_cast<uint4*>(p.hidden + row * (p.n / 2) + channel + 16 * part) =
-            make_uint4(words[0], words[1], words[2], words[3]);
-      }
-    }
-  }
-}
-
-// Output rows of one consumer: each slab through its half of the staged tile, so that whole lines are written.
-template <typename P, int kN>
-__device__ __forceinline__ void store_rows(const float (&total)[2][2][kN / 2], const Problem& p, const Place& place,
-                                           float row_scale, uint32_t staged, int thread) {
-  const int consumer = thread / 128, warp = thread % 128 / 32, lane = thread % 32;
-  const uint32_t mine = staged + consumer * kTokens * 128;
-#pragma unroll
-  for (int s = 0; s < 2; ++s) {
-    const int column = place.column + 128 * consumer + 64 * s;
-    if (column >= p.n) break;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int chunk = (2 * warp + h) ^ (lane % 8);
-#pragma unroll
-      for (int m = 0; m < kN / 4; m += 4) {
-        uint32_t words[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float* d = &total[s][(m + i) / (kN / 8)][4 * ((m + i) % (kN / 8)) + 2 * h];
-          words[i] = pack_bf16(d[0] * row_scale, d[1] * row_scale);
-        }
-        store_transposed(mine + (8 * m + lane) * 128 + 16 * chunk, words);
-      }
-    }
-    named_sync(1 + consumer, 128);
-    const int part = lane % 8;
-    for (int token = 4 * warp + lane / 8; token < place.rows; token += 16) {
-      uint32_t words[4];
-      load_shared(words, mine + token * 128 + 16 * (part ^ (token % 8)));
-      *reinterpret_cast<uint4*>(p.y + (size_t(place.row) + token) * p.n + column + 8 * part) =
-          make_uint4(words[0], words[1], words[2], words[3]);
-    }
-    named_sync(1 + consumer, 128);
-  }
 }
 
 template <typename P, int kN>

@@ -1,8 +1,11 @@
-// What the grouped FP8 products and the kernels around them share: rows of the experts and tiles of them.
+// What the grouped FP8 products share: rows of the experts, tiles of them, the SwiGLU.
 #pragma once
+
+#include <cuda_fp16.h>
 
 #include "launch.cuh"
 #include "mbarrier.cuh"
+#include "prefill_ptx.cuh"
 #include "tma.cuh"
 #include "wgmma_fp8.cuh"
 
@@ -20,12 +23,45 @@ struct Rows {
   int num_experts;
 };
 
+struct Place {
+  int expert, row, rows, column;  // first row and number of rows; first column
+};
+
+__device__ __forceinline__ void store_place(uint32_t at, const Place& place) {
+  store_shared(at, {uint32_t(place.expert), uint32_t(place.row), uint32_t(place.rows), uint32_t(place.column)});
+}
+
+__device__ __forceinline__ Place load_place(uint32_t at) {
+  uint32_t words[4];
+  load_shared(words, at);
+  return {int(words[0]), int(words[1]), int(words[2]), int(words[3])};
+}
+
+// The item a block takes in a round. Rounds are rotated: the long and short tiles of an expert alternate, and a grid
+// of even size would give one block long ones only.
+__device__ __forceinline__ int item_of_round(int round) {
+  const int grid = int(gridDim.x);
+  return round * grid + int((blockIdx.x + 37u * unsigned(round)) % unsigned(grid));
+}
+
 // The 4 x 4 bytes of four words, transposed: word i receives byte i of words 0..3.
 __device__ __forceinline__ uint4 transpose_bytes(const uint32_t (&w)[4]) {
   uint32_t low01 = __byte_perm(w[0], w[1], 0x5140), low23 = __byte_perm(w[2], w[3], 0x5140);
   uint32_t high01 = __byte_perm(w[0], w[1], 0x7362), high23 = __byte_perm(w[2], w[3], 0x7362);
   return {__byte_perm(low01, low23, 0x5410), __byte_perm(low01, low23, 0x7632), __byte_perm(high01, high23, 0x5410),
           __byte_perm(high01, high23, 0x7632)};
+}
+
+// alpha2 = -alpha log2(e). Both approximations are within 2 units in the last place; E4M3 keeps four bits.
+__device__ __forceinline__ float fast_swiglu(float gate, float up, float alpha2, float limit) {
+  gate = fminf(gate, limit);
+  up = fminf(fmaxf(up, -limit), limit);
+  return gate * fast_reciprocal(1.f + fast_exp2(alpha2 * gate)) * (up + 1.f);
+}
+
+__device__ __forceinline__ float half_of(uint32_t packed, int half) {
+  const float2 both = __half22float2(*reinterpret_cast<const __half2*>(&packed));
+  return half ? both.y : both.x;
 }
 
 }  // namespace rose::moe
