@@ -66,8 +66,10 @@ class Shape:
     """Those of the score table, as parts of `rose bench sweep`."""
     more: tuple[tuple[str, ...], ...]
     """The others."""
+    narrow: tuple[tuple[str, ...], ...]
+    """Those that KV in FP8 is measured by."""
     seconds: int
-    """For all of them, setting up left out."""
+    """For `table` and `more`, setting up left out."""
     step_tokens: int
     """A larger step to be compared with the usual one."""
     prompt: str
@@ -92,6 +94,11 @@ SHAPES = {
             " + decode --fill --repeats 8 --context 128000 --batches 17"
             " + load --fill --seconds 5"
         ),
+        narrow=_parts(
+            "prefill --tokens 8192,32768 --repeats 2 + growth"
+            " + decode --fill --repeats 3 --context 8192,32768,128000 --batches 1,8,32,48,128"
+            " + load --fill --seconds 5 --input-tokens 8192 --in-flight 32,128,256"
+        ),
         seconds=350,
         step_tokens=32768,
         prompt="32768",
@@ -104,6 +111,11 @@ SHAPES = {
             "prefill --tokens 8192 --prompts 96 --repeats 2 + mixed + growth"
             " + decode --fill --repeats 3 --context 1024,32768,128000 --batches 1,2,5,17,48"
             " + load --fill --seconds 5"
+        ),
+        narrow=_parts(
+            "prefill --tokens 8192,32768 --repeats 2 + growth"
+            " + decode --fill --repeats 3 --context 8192,32768,128000 --batches 1,8,32,48,96"
+            " + load --fill --seconds 5 --input-tokens 8192 --in-flight 32,128,256"
         ),
         seconds=400,
         step_tokens=32768,
@@ -118,6 +130,7 @@ SHAPES = {
             " + decode --fill --repeats 1 --context 64,128 --batches 1,2"
             " + load --fill --seconds 1 --input-tokens 32 --output-tokens 16 --in-flight 1,2"
         ),
+        narrow=_parts("decode --fill --repeats 1 --context 64 --batches 1,2"),
         seconds=60,
         step_tokens=2048,
         prompt="1100",
@@ -153,11 +166,13 @@ def check_steps(asked: Asked) -> Iterator[Step]:
     memcheck = (*kernels, "sanitize", "--tool", "memcheck")
     yield Step(name="memcheck", words=memcheck, seconds=240, tools=sanitizer)
     for size in asked.sizes:
-        for weights in ("mxfp4", "fp8_block"):
+        for weights, kv in (("mxfp4", "bf16"), ("fp8_block", "bf16"), ("mxfp4", "fp8_e4m3")):
             words = ("accuracy", "--device", asked.device, "--layers", "2", "--size", size)
             words += ("--weights", weights, "--most", "1.2", *asked.record("accuracy"))
+            if kv != "bf16":
+                words += ("--kv", kv)
             yield Step(
-                name=f"{size} {weights} against the reference",
+                name=f"{size} {weights}{'' if kv == 'bf16' else f', {kv} KV,'} against the reference",
                 words=("-m", "rose.cli.main", "bench", *words),
                 seconds=30 + SETUP_SECONDS[size],
                 packages=("torch", "triton", *ENGINE_PACKAGES),
@@ -218,6 +233,11 @@ def _sized_steps(size: str, asked: Asked) -> Iterator[Step]:
 
     cells = [word for part in (*shape.table, *shape.more) for word in part]
     yield step("sweep", "sweep", *common, "--until", UNTIL, *cells, seconds=setup + shape.seconds)
+    cells = [word for part in shape.narrow for word in part]
+    yield step(
+        "FP8 KV", "sweep", "--kv", "fp8_e4m3", *common, "--until", UNTIL, *cells,
+        seconds=setup + 100,
+    )  # fmt: skip
     yield step(
         f"step of {shape.step_tokens}", "prefill", "--tokens", shape.prompt, "--max-step-tokens",
         str(shape.step_tokens), *common, seconds=setup + 10,
@@ -282,6 +302,7 @@ KERNEL_SCRIPTS = (
     ("decode experts", "decode_unbound.py --ops 20b 120b --batches 1 8 32 64 128", 60),
     ("decode experts, whole", "decode_whole.py --ops 20b 120b --batches 1 2 4 8 16 32 48", 60),
     ("prefill experts, swapped", "moe_prefill_swapped.py", 59),
+    ("prefill experts, wide", "moe_prefill_wide.py", 240),
 )
 """Name, script and its words, seconds that it is given."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -59,7 +60,7 @@ def test_every_rose_command_line_is_taken(gpu, measured):
     asked = _asked(gpu, commit="abc")
     steps = [*gpu.check_steps(asked), *gpu.bench_steps(asked)]
     lines = [s.words[2:] for s in steps if s.words[1] == "rose.cli.main"]
-    assert len(lines) == 4 + 2 * 4
+    assert len(lines) == 6 + 2 * 5
     for words in lines:
         result = CliRunner().invoke(cli, [w.replace(gpu.UNTIL, "60") for w in words])
         assert result.exit_code == 0, (words, result.output)
@@ -99,9 +100,10 @@ def test_a_sweep_has_every_cell_that_was_to_be_measured(gpu, measured):
 
 def test_scripts_are_there_and_take_their_words(gpu):
     steps = [s for s in gpu.bench_steps(_asked(gpu, commit="abc")) if s.words[0] != "-m"]
+    trials = (ROOT / "benchmarks/unbound/README.md").read_text()
     assert {Path(s.words[0]).name for s in steps} >= {
-        "prefill_timeline.py", "grammar_engine.py", "memory_plan.py", "decode_variants2.py",
-        "attention_decode_splits.py",
+        "prefill_timeline.py", "grammar_engine.py", "memory_plan.py", "attention_decode_splits.py",
+        *re.findall(r"python benchmarks/(\w+\.py)", trials),
     }  # fmt: skip
     for step in steps:
         text = (ROOT / step.words[0]).read_text()
