@@ -6,212 +6,8 @@
 // need nothing but their own score.
 #pragma once
 
-// A thread's sum of a tile's probabilities, from which on its maximum is raised. Sums of 2^20 keys stay finite, and
-// a probability that is lost beside it (2^-126) is lost in float32 too.
-constexpr float kTrustedSum = 18446744073709551616.0f;  // 2^64
-
-constexpr int kWarpgroups = 3;      // consumers
-constexpr int kTile = 128;          // keys of a tile; keys and values of one share a barrier
-constexpr int kStages = 4;          // tiles of keys, and of values, in shared memory
-constexpr int kScores = kTile / 2;  // of a tile, in one thread
-constexpr int kBoxes = kTile / kRows;
-constexpr int kTileBytes = kTile * kRowBytes;
-static_assert((kStages & (kStages - 1)) == 0, "places in the ring are low bits of a count");
-constexpr int kQuerySlots = 2;  // items whose queries are in shared memory
-constexpr int kItemSlots = 4;   // items whose pieces are in shared memory
-static_assert(kItemSlots == 2 * kQuerySlots, "a piece is read after its queries are released");
-
-// Shared memory, by address. Barriers: queries full and empty [slot][warpgroup], tiles full and empty [stage].
-struct FullShared {
-  static constexpr int kThreads = (kWarpgroups + 1) * 128;
-  static constexpr int kQueryBytes = kQuerySlots * kWarpgroups * kBoxBytes;
-  static constexpr int kNumBarriers = 4 * kWarpgroups + 2 * kStages;
-  static constexpr uint32_t base = kBase;
-  static constexpr uint32_t kKeys = kQueryBytes;
-  static constexpr uint32_t kValues = kKeys + kStages * kTileBytes;
-  static constexpr uint32_t kBarriers = kValues + kStages * kTileBytes;
-  static constexpr uint32_t kPieces = kBarriers + 8 * kNumBarriers;
-  static constexpr uint32_t kTables = kPieces + kItemSlots * kWarpgroups * sizeof(Piece);
-  static int bytes(int num_sequences) { return 1024 + kTables + 4 * 3 * (num_sequences + 1); }
-
-  __device__ uint32_t query(int slot, int wg) const { return base + (slot * kWarpgroups + wg) * kBoxBytes; }
-  __device__ uint32_t key(int stage) const { return base + kKeys + stage * kTileBytes; }
-  __device__ uint32_t value(int stage) const { return base + kValues + stage * kTileBytes; }
-  __device__ uint32_t query_full(int slot, int wg) const {
-    return base + kBarriers + 8 * (slot * kWarpgroups + wg);
-  }
-  __device__ uint32_t query_empty(int slot, int wg) const { return query_full(slot, wg) + 16 * kWarpgroups; }
-  __device__ uint32_t tile_full(int stage) const { return base + kBarriers + 8 * (4 * kWarpgroups + stage); }
-  __device__ uint32_t tile_empty(int stage) const { return tile_full(stage) + 8 * kStages; }
-  __device__ Piece* piece(uint8_t* raw, int slot, int wg) const {
-    return reinterpret_cast<Piece*>(raw + (base - shared_address(raw)) + kPieces) + slot * kWarpgroups + wg;
-  }
-  __device__ int* tables(uint8_t* raw) const {
-    return reinterpret_cast<int*>(raw + (base - shared_address(raw)) + kTables);
-  }
-};
-
-// mbarrier_wait for a whole warp whose way out of it is known to be the same: where it lies in a loop that is not the
-// main one, ptxas takes whatever follows for divergent otherwise.
-__device__ __forceinline__ void wait_together(uint32_t barrier, uint32_t parity) {
-  if constexpr (kWatchdog) {
-    mbarrier_wait(barrier, parity);
-  } else {
-    while (!__all_sync(~0u, mbarrier_try_wait(barrier, parity))) {
-    }
-  }
-}
-
-// ---- producer: one warp, the same in all its lanes but for the look-up of pages ----------------------------------
-
-__device__ __forceinline__ Cut cut_of(const Parameters& p) {
-  return {kWarpgroups, kTile, p.window, p.section_groups, p.heads_per_group};
-}
-
-// The producer warp hands item `index` (-1: no more work) to the warpgroups and starts the copy of its queries.
-// Who may touch a piece: a lane writes it and arrives at query_full itself, which all readers wait for. It is written
-// again four items later, after query_empty of the item two later: before its warp arrives there, lanes that read the
-// piece met in the shuffles of walk_items.
-__device__ __forceinline__ void hand_out(const Item& item, int index, const Cut& cut, const FullShared& shared,
-                                         uint8_t* raw, const CUtensorMap* map_q, unsigned count,
-                                         const Cursor<kQuerySlots>& slot) {
-  const int lane = threadIdx.x & 31;
-  if (lane < kWarpgroups) {
-    mbarrier_wait(shared.query_empty(slot.stage, lane), slot.parity ^ 1);
-    const uint32_t full = shared.query_full(slot.stage, lane);
-    Piece& piece = *shared.piece(raw, count % kItemSlots, lane);
-    if (index < 0) {
-      piece.tile_high = -1;
-      mbarrier_arrive(full);
-    } else {
-      piece = find_piece(item, cut, lane);
-      mbarrier_arrive_expect(full, kBoxBytes);
-      tma_load_3d(shared.query(slot.stage, lane), map_q, full, 0, piece.head, piece.first_row);
-    }
-  }
-  __syncwarp();
-}
-
-__device__ void produce(const Parameters& p, const FullShared& shared, uint8_t* raw, const CUtensorMap* map_q,
-                        const CUtensorMap* map_kv) {
-  const int lane = threadIdx.x & 31;
-  const Tables tables(shared.tables(raw), p.num_sequences);
-  const Cut cut = cut_of(p);
-  const int value_step = p.num_groups * p.page_tokens;
-  Cursor<kStages> place;
-  Cursor<kQuerySlots> slot;
-  Walk walk{int(blockIdx.x), int(gridDim.x)};
-  for (int count = 0;; ++count, slot.advance()) {
-    const int index = walk.next(tables.tiles_before[p.num_sequences] * p.num_groups);
-    Item item;
-    if (index >= 0) item = find_item(tables, p.num_sequences, cut, index);
-    hand_out(item, index, cut, shared, raw, map_q, count, slot);
-    if (index < 0) break;
-    // Each lane looks one box of 64 keys up, newest first, 32 ahead of those in hand. Pages that hold no token of any
-    // row's reach are not looked up: row -64 is outside the tensor and reads as zeros, which a probability of zero
-    // cannot turn into NaN.
-    const int* table = p.page_table + int64_t(item.sequence) * p.page_stride;
-    const int first_page = max(0, item.position - p.window + 1) / p.page_tokens;
-    const int end_page = (item.length + p.page_tokens - 1) / p.page_tokens;
-    const int newest = (item.tile_high + 1) * kBoxes - 1;
-    const int num_boxes = uniform((item.tile_high - item.tile_low + 1) * kBoxes);
-    auto find_row = [&](int box) {
-      const int token = box * kRows, column = token / p.page_tokens;
-      const bool is_held = box >= 0 && column >= first_page && column < end_page;
-      const int page = is_held ? table[column] : -1;
-      if (page < 0) return -kRows;
-      return (page * 2 * p.num_groups + item.group) * p.page_tokens + token - column * p.page_tokens;
-    };
-    int row_ahead = find_row(newest - lane), rows = 0;
-    for (int box = 0; box < num_boxes; box += kBoxes, place.advance()) {
-      if (box % 32 == 0) {
-        rows = row_ahead;
-        row_ahead = find_row(newest - lane - box - 32);
-      }
-      mbarrier_wait(shared.tile_empty(place.stage), place.parity ^ 1);
-      const uint32_t full = shared.tile_full(place.stage);
-      if (lane == 0) mbarrier_arrive_expect(full, 2 * kTileBytes);
-#pragma unroll
-      for (int i = 0; i < kBoxes; ++i) {
-        const int row = uniform(__shfl_sync(~0u, rows, (box + i) % 32));
-        const int at = (kBoxes - 1 - i) * kBoxBytes;
-        if (lane == 0) {
-          tma_load_2d(shared.key(place.stage) + at, map_kv, full, 0, row);
-          tma_load_2d(shared.value(place.stage) + at, map_kv, full, 0, row < 0 ? row : row + value_step);
-        }
-      }
-      __syncwarp();
-    }
-  }
-  // Stay until every tile is consumed, so that a stuck consumer meets the watchdog here.
-  for (int i = 0; i < kStages; ++i, place.advance()) {
-    mbarrier_wait(shared.tile_empty(place.stage), place.parity ^ 1);
-  }
-}
-
-// ---- consumers ------------------------------------------------------------------------------------------------
-
-// What the rows of a thread (g and g + 8 of its warp) have come to.
-struct Running {
-  float maximum[2], sum[2];
-  float factor[2];  // by which the output so far has to be multiplied, where the maxima were raised
-};
-
-// The largest raw score of each row in this thread's columns and before.
-__device__ __forceinline__ void find_tops(const float (&s)[kScores], const float (&maximum)[2], float (&top)[2]) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    float a = fmaxf(maximum[h], s[2 * h]), b = s[2 * h + 1];
-#pragma unroll
-    for (int j = 1; j < kTile / 8; ++j) {
-      a = fmaxf(a, s[4 * j + 2 * h]);
-      b = fmaxf(b, s[4 * j + 2 * h + 1]);
-    }
-    top[h] = fmaxf(a, b);
-  }
-}
-
-__device__ __forceinline__ void share_tops(float (&top)[2]) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 1));
-    top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 2));
-  }
-}
-
-// Scores become probabilities relative to `maximum`; `sum` is that of this thread's columns.
-__device__ __forceinline__ void exponentiate(float (&s)[kScores], const float (&maximum)[2], const Parameters& p,
-                                             float (&sum)[2]) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const float offset = -maximum[h] * p.scale_log2;
-    float a = 0.0f, b = 0.0f;
-#pragma unroll
-    for (int j = 0; j < kTile / 8; ++j) {
-      float& low = s[4 * j + 2 * h];
-      float& high = s[4 * j + 2 * h + 1];
-      low = fmaf(low, p.scale_log2, offset);
-      high = fmaf(high, p.scale_log2, offset);
-      low = exp2_mufu(low);
-      high = exp2_mufu(high);
-      a += low;
-      b += high;
-    }
-    sum[h] = a + b;
-  }
-}
-
-// Mask what a row must not see. `last` is the row's position minus the column of this thread's first score.
-__device__ __forceinline__ void mask_scores(float (&s)[kScores], const int (&last)[2], int window) {
-#pragma unroll
-  for (int j = 0; j < kTile / 8; ++j) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int column = 8 * j + (e & 1), limit = last[e >> 1];
-      if (column > limit || column <= limit - window) s[4 * j + e] = -INFINITY;
-    }
-  }
-}
+#include "full_fill.cuh"
+#include "full_softmax.cuh"
 
 // `queries`: descriptor of the warpgroup's 64 rows.
 __device__ __forceinline__ void issue_scores(float (&s)[kScores], uint64_t queries, uint32_t keys) {
@@ -241,6 +37,17 @@ __device__ __forceinline__ void clear_values(uint32_t values, int first_row, int
   }
   fence_proxy_async();
   named_sync(8 + wg, 128);
+}
+
+// mbarrier_wait for a whole warp whose way out of it is known to be the same: where it lies in a loop that is not the
+// main one, ptxas takes whatever follows for divergent otherwise.
+__device__ __forceinline__ void wait_together(uint32_t barrier, uint32_t parity) {
+  if constexpr (kWatchdog) {
+    mbarrier_wait(barrier, parity);
+  } else {
+    while (!__all_sync(~0u, mbarrier_try_wait(barrier, parity))) {
+    }
+  }
 }
 
 // The ring of tiles as a consumer warp sees it; `tiles` is what it counts by.
@@ -299,33 +106,12 @@ __device__ __forceinline__ void walk_items(Ring& ring, uint8_t* raw, int wg, Att
   }
 }
 
-// Before the first score: the sink.
-__device__ __forceinline__ void start_softmax(Running& r, const Parameters& p, int head) {
-  const float sink = p.sinks[head] * p.inverse_scale;
-  r.maximum[0] = r.maximum[1] = fmaxf(sink, kLowest);
-  // Each thread of a quad sums its own columns; one of them also holds the sink.
-  r.sum[0] = r.sum[1] = (threadIdx.x & 3) == 0 ? exp2_mufu((sink - r.maximum[0]) * p.scale_log2) : 0.0f;
-}
-
 // Mask scores of kTile columns from `column` on, where some row must not see all of them.
 __device__ __forceinline__ void mask_edges(float (&s)[kScores], const Stretch& stretch, int column, int window) {
   if (column + kTile - 1 > stretch.position || column <= stretch.position + kRows - 1 - window) {
     const int row = ((threadIdx.x >> 5) & 3) * 16 + (threadIdx.x & 31) / 4;
     const int last = stretch.position + row - column - 2 * int(threadIdx.x & 3);
     mask_scores(s, {last, last + 8}, window);
-  }
-}
-
-// Raise the maxima to what scores demand; sums follow, r.factor is for the output.
-__device__ __forceinline__ void raise_maxima(const float (&s)[kScores], Running& r, const Parameters& p) {
-  float top[2];
-  find_tops(s, r.maximum, top);
-  share_tops(top);
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    r.factor[h] = exp2_mufu((r.maximum[h] - top[h]) * p.scale_log2);
-    r.maximum[h] = top[h];
-    r.sum[h] *= r.factor[h];
   }
 }
 
@@ -347,37 +133,6 @@ __device__ __forceinline__ void score_again(float (&s)[kScores], uint32_t querie
       multiply_bf16(s + 4 * j + 4, a, b[2], b[3]);
     }
   }
-}
-
-// Scores become probabilities; redo() makes the scores again where the maxima have to be raised. Products on `o` may be
-// in flight; others' results are not touched.
-template <class Redo>
-__device__ __forceinline__ void take_trusting(float (&s)[kScores], float (&o)[32], Running& r, const Parameters& p,
-                                              Redo redo) {
-  float sum[2];
-  exponentiate(s, r.maximum, p, sum);
-  // Also where a sum is infinite. Besides, no wait after this branch is moved above the exponentials.
-  if (__builtin_expect(__any_sync(~0u, !(sum[0] + sum[1] < kTrustedSum)), 0)) {
-    redo();
-    raise_maxima(s, r, p);
-    exponentiate(s, r.maximum, p, sum);
-    wgmma_wait<0>();
-    settle(o);
-#pragma unroll
-    for (int i = 0; i < 32; ++i) o[i] *= r.factor[(i >> 1) & 1];
-  }
-  r.sum[0] += sum[0];
-  r.sum[1] += sum[1];
-}
-
-__device__ __forceinline__ void pack_scores(const float (&s)[kScores], uint32_t (&packed)[kTile / 16][4]) {
-#pragma unroll
-  for (int i = 0; i < kScores / 2; ++i) packed[i / 4][i % 4] = pack_bf16(s[2 * i], s[2 * i + 1]);
-}
-
-__device__ __forceinline__ void settle_packed(uint32_t (&packed)[kTile / 16][4]) {
-#pragma unroll
-  for (int k = 0; k < kTile / 16; ++k) settle(packed[k]);
 }
 
 // Divide by the sums and write the rows of a stretch.
