@@ -416,9 +416,9 @@ def run(
 
 
 def chosen(every: list[Step], only: str) -> list[Step]:
-    """Return the steps with any of these words, parted by commas, in their name."""
+    """Return the steps with any of these words, parted by commas, in their name; 120b is no 20b."""
     words = [word.strip() for word in only.split(",")]
-    return [step for step in every if any(word in step.name for word in words)]
+    return [step for step in every if any(f" {word}" in f" {step.name}" for word in words)]
 
 
 def main(arguments: list[str]) -> int:

@@ -238,6 +238,7 @@ def test_unknown_words_are_answered_with_the_steps_there_are(gpu, capsys):
     told = capsys.readouterr().out
     assert told.count("-- 20b start") == 2
     assert told.count("-- 120b memory plan") == 1
+    assert "-- 120b start" not in told
     assert "sweep" not in told
     with pytest.raises(SystemExit):
         gpu.main(["bench", "--sizes", "7b"])
