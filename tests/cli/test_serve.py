@@ -103,6 +103,13 @@ def test_a_script_needs_no_model(launched, tmp_path):
         (["--context-tokens", "0"], ["context_tokens=0", "change --context-tokens"]),
         (["--context-tokens", "200000"], ["the model takes 131072", "change --context-tokens"]),
         (["--only", "gem=x"], ["gem", "gemm", "change --only (kernels.only)"]),
+        # As a shell writes "$UNSET": the server would be open, or speak plain HTTP.
+        (
+            ["--api-key", "", "--api-key-file", "", "--ssl-certfile", ""],
+            ["--api-key, --api-key-file, --ssl-certfile: found an empty text"],
+        ),
+        (["--served-model-name", ""], ["--served-model-name: found an empty text"]),
+        (["--weights", ""], ["--weights: found an empty text"]),
         (["--weights", "int3"], ["'int3'", "change --weights (quant.weights)"]),
     ],
 )

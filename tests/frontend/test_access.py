@@ -81,6 +81,12 @@ def test_keys_come_from_options_file_and_environment(tmp_path):
     assert "flag" not in repr(config)
 
 
+def test_an_empty_key_leaves_no_server_open():
+    with pytest.raises(ConfigError, match="an API key is empty"):
+        read_keys(FrontendConfig(api_key=("",)), {})
+    assert read_keys(FrontendConfig(), {"ROSE_API_KEY": ""}) == []
+
+
 @pytest.mark.parametrize("content", [None, "", "# none\n", "two words\n", "ключ\n", "x" * 513])
 def test_key_files_that_hold_no_usable_key_are_refused(tmp_path, content):
     file = tmp_path / "keys"

@@ -60,13 +60,20 @@ def parameter_name(path: config_cli.Path) -> str:
 
 
 def given_values(root: type, arguments: dict[str, Any]) -> Values:
-    """Return the leaves of one tree that the command line set, by path."""
-    values = {}
+    """Return the leaves of one tree that the command line set, by path.
+
+    Raises  ConfigError for empty texts: `--api-key-file "$UNSET"` would otherwise leave a server open
+    """
+    values, empty = {}, []
     for option in config_cli.options(root):
         value = arguments.get(parameter_name(option.path))
         if value is None or value == ():
             continue
+        if value == "" or (option.is_repeated and "" in value):
+            empty.append(option.flags[0])
         values[option.path] = dict(value) if option.is_mapping else value
+    if empty:
+        raise ConfigError(f"{', '.join(empty)}: found an empty text; give a value or leave it out")
     return values
 
 

@@ -36,14 +36,14 @@ def read_keys(config: FrontendConfig, environment: Mapping[str, str]) -> list[st
 
     Raises  ConfigError for a file that cannot be read or holds none, and for a key that no header can carry.
     """
-    keys = [*config.api_key, *re.split(r"[\s,]+", environment.get(KEYS_VARIABLE, ""))]
+    told = re.split(r"[\s,]+", environment.get(KEYS_VARIABLE, ""))
+    keys = [*config.api_key, *filter(None, told)]
     if config.api_key_file:
         keys += _keys_of_file(Path(config.api_key_file))
-    keys = [key for key in keys if key]
     if not all(_KEY.fullmatch(key) for key in keys):
         raise ConfigError(
-            f"an API key has blanks, other than ASCII characters or more than {MAX_KEY_CHARACTERS}; allowed: 1 to "
-            f"{MAX_KEY_CHARACTERS} visible ASCII characters; change --api-key, --api-key-file or {KEYS_VARIABLE}"
+            f"an API key is empty, has blanks, other than ASCII characters or more than {MAX_KEY_CHARACTERS}; allowed: "
+            f"1 to {MAX_KEY_CHARACTERS} visible ASCII characters; change --api-key, --api-key-file or {KEYS_VARIABLE}"
         )
     return keys
 
