@@ -141,8 +141,9 @@ def walk(rung: Rung, way: str) -> Iterator[tuple[str, Callable[[], list[str | No
         return [problem("x", kept["spread"], wanted[:count], 4e-2, 5e-2)]
 
     def gate_up() -> list[str | None]:
+        values, scales_R = kept["x"]
         kept["hidden"] = library.gate_up(
-            *kept["x"], table, matrix=weights.gate_up, bias_EF=plain.gate_up_bias_EF,
+            values, scales_R, table, matrix=weights.gate_up, bias_EF=plain.gate_up_bias_EF,
             alpha=alpha, limit=limit, shape=shape,
         )  # fmt: skip
         torch.cuda.synchronize()

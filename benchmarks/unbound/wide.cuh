@@ -135,8 +135,8 @@ template <typename P>
 __device__ __forceinline__ void fill(const Problem& p, int num_items, const Shared& at) {
   const int k_blocks = (p.k + kBlockK - 1) / kBlockK, k_full = p.k / kBlockK, lane = threadIdx.x % 32;
   const int runs = (p.n + kItemRows - 1) / kItemRows;
-  Ring<P::kStages> ring;
-  Ring<2> ends;
+  Cursor<P::kStages> ring;
+  Cursor<2> ends;
   End<P::kTokens> end;
   Place place, next;
   bool has_next = item_of_round(0) < num_items;
@@ -145,11 +145,11 @@ __device__ __forceinline__ void fill(const Problem& p, int num_items, const Shar
     end.load(p, next, lane);
   };
   if (has_next) look_up(0);
-  for (int round = 0; has_next; ends.next()) {
+  for (int round = 0; has_next; ends.advance()) {
     place = next;
     const int boxes = (place.rows + kBoxTokens - 1) / kBoxTokens;
     const uint32_t bytes = boxes * kBoxTokens * kBlockK + kCodeBytes + kOffsetBytes;
-    for (int i = 0; i < k_blocks; ++i, ring.next()) {
+    for (int i = 0; i < k_blocks; ++i, ring.advance()) {
       const int kb = block_of(i, k_full, k_blocks);
       mbarrier_wait(at.empty + 8 * ring.stage, ring.parity ^ 1);
       if (i == 0) mbarrier_wait(at.end_empty + 8 * ends.stage, ends.parity ^ 1);
@@ -208,7 +208,7 @@ __device__ __forceinline__ void expand(uint32_t (&a)[4][4], uint32_t stage, cons
 // given back, and its registers, `next`, get the operand of the stage to come, which has four products.
 template <typename P, int kN, int kSteps>
 __device__ __forceinline__ void multiply_stage(float (&sums)[kN / 2], uint32_t (&now)[4][4], uint32_t (&next)[4][4],
-                                               const Shared& at, Ring<P::kStages>& ring, uint32_t& before,
+                                               const Shared& at, Cursor<P::kStages>& ring, uint32_t& before,
                                                const Mine& mine, int accumulate, bool has_next) {
   const uint64_t x = descriptor_swizzle128(uniform(at.base + ring.stage * P::kStageBytes));
   wgmma_fence();
@@ -217,7 +217,7 @@ __device__ __forceinline__ void multiply_stage(float (&sums)[kN / 2], uint32_t (
   wgmma_commit();
   const uint32_t done = before;
   before = at.empty + 8 * ring.stage;
-  ring.next();
+  ring.advance();
   if (has_next) mbarrier_wait(at.full + 8 * ring.stage, ring.parity);
   wgmma_wait<1>();
   __syncwarp();
@@ -236,7 +236,7 @@ __device__ __forceinline__ int code_row(int thread) {
 // half stage a choice, ptxas would serialise all products, because their sums begin in two places.
 template <typename P, int kN>
 __device__ __forceinline__ void multiply_tile(float (&total)[kN / 2], const Problem& p, const Shared& at,
-                                              Ring<P::kStages>& ring) {
+                                              Cursor<P::kStages>& ring) {
   const int thread = threadIdx.x, k_full = p.k / kBlockK;
   const Mine mine = {uint32_t(code_row<P>(thread) * kRowCodes + 16 * (thread % 4)), uint32_t(4 * (thread / 2)),
                      uint32_t(16 * (thread % 2))};
@@ -376,7 +376,7 @@ __device__ __forceinline__ void store_rows(const float (&total)[kN / 2], const P
 }
 
 template <typename P, int kN>
-__device__ __forceinline__ void consume_tile(const Problem& p, const Shared& at, Ring<P::kStages>& ring,
+__device__ __forceinline__ void consume_tile(const Problem& p, const Shared& at, Cursor<P::kStages>& ring,
                                              uint32_t end) {
   float total[kN / 2];
   multiply_tile<P, kN>(total, p, at, ring);
@@ -390,7 +390,7 @@ __device__ __forceinline__ void consume_tile(const Problem& p, const Shared& at,
 
 // The narrowest products that hold a tile's tokens.
 template <typename P, int kN, int... kWider>
-__device__ __forceinline__ void consume_by_width(const Problem& p, const Shared& at, Ring<P::kStages>& ring, int tokens,
+__device__ __forceinline__ void consume_by_width(const Problem& p, const Shared& at, Cursor<P::kStages>& ring, int tokens,
                                                  uint32_t end) {
   if constexpr (sizeof...(kWider) == 0 || kN >= P::kTokens) {
     consume_tile<P, kN>(p, at, ring, end);
@@ -404,15 +404,15 @@ template <typename P>
 __device__ __forceinline__ void consume(const Problem& p, int num_items, const Shared& at) {
   const int k_blocks = (p.k + kBlockK - 1) / kBlockK;
   const int consumer = uniform(threadIdx.x / 128);
-  Ring<P::kStages> ring;
-  Ring<2> ends;
+  Cursor<P::kStages> ring;
+  Cursor<2> ends;
   if (consumer == 1) __nanosleep(p.late_ns);  // so that one's tile ends beside the other's products
-  for (int round = 0; item_of_round(round) < num_items; ++round, ends.next()) {
+  for (int round = 0; item_of_round(round) < num_items; ++round, ends.advance()) {
     mbarrier_wait(at.full + 8 * ring.stage, ring.parity);
     const uint32_t end = at.base + P::kEnds + ends.stage * P::kEndBytes;
     const Place place = load_place(end + P::kPlaceAt);
     if (uniform(place.column) + 64 * consumer >= p.n) {
-      for (int kb = 0; kb < k_blocks; ++kb, ring.next()) {
+      for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
         mbarrier_wait(at.full + 8 * ring.stage, ring.parity);
         __syncwarp();
         if (is_arriving()) mbarrier_arrive(at.empty + 8 * ring.stage);

@@ -18,7 +18,7 @@ wide::Problem problem(const float* token_scales, float token_scale, const float*
                       int bias_is_bf16, const int* starts, const int* tiles, const int* expert_of_tile, int experts,
                       int n, int k, int late_ns) {
   wide::Problem p{};
-  p.rows = {starts, tiles, expert_of_tile, nullptr, experts};
+  p.rows = {starts, tiles, expert_of_tile, experts};
   p.token_scales = token_scales;
   p.token_scale = token_scale;
   p.row_scales = row_scales;
