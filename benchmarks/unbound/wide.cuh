@@ -21,10 +21,6 @@
 
 namespace rose::moe::wide {
 
-using fused::item_of_round;
-using fused::load_place;
-using fused::Place;
-using fused::store_place;
 using swapped::block_of;
 using swapped::expand_word;
 using swapped::kBoxTokens;
@@ -299,7 +295,7 @@ __device__ __forceinline__ void store_hidden(const float (&total)[kN / 2], const
           const float scale = __uint_as_float(scales[c]);
           const float gate = fminf(total[4 * j + c] * scale + gate_bias, p.limit);
           const float up = fminf(fmaxf(total[4 * j + 2 + c] * scale + up_bias, -p.limit), p.limit);
-          // As fused::fast_swiglu, in units of hidden_scale.
+          // As fast_swiglu, in units of hidden_scale.
           hidden[b][c] = gate * fast_reciprocal(1.f + fast_exp2(alpha2 * gate)) * (up * inverse + inverse);
         }
       }

@@ -72,9 +72,7 @@ def compiled(
         main,
     )
     assert count == 1
-    raw = "".join(
-        f"namespace rose::moe::{n} {{ uint8_t raw[1]; }}\n" for n in ("fused", "swapped", "wide")
-    )
+    raw = "".join(f"namespace rose::moe::{n} {{ uint8_t raw[1]; }}\n" for n in ("swapped", "wide"))
     (folder / "main.cpp").write_text(
         main.replace('#include "wide.cuh"\n', f'#include "wide.cuh"\n{raw}')
     )
