@@ -44,7 +44,7 @@ class Launch:
 
 
 def list_bytes(width: int, num_tokens: int, sizes: dict[str, int] | Any) -> int:
-    """Return the shared memory of the lists of hits and pairs, as `list_hits` of decode_stream.cuh has them."""
+    """Return the shared memory of the lists of hits and pairs, as `list_hits` of decode_call.cuh has them."""
     num_pairs = num_tokens * sizes["K"]
     hits = min(num_pairs, sizes["E"]) + num_pairs // width + 1
     return hits * 16 + (sizes["E"] + 1) * 4 + num_pairs * 4
