@@ -209,6 +209,21 @@ def test_no_tree_takes_a_number_that_is_none(root, number):
             config_cli.build(root, given)
 
 
+@pytest.mark.parametrize("command", ["serve", "inspect", "eval"])
+def test_help_speaks_of_options_as_people_type_them(command, capsys):
+    assert cli_main.run([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "None:" not in text, "an option that is left out"
+    assert "fp8_block" in text
+    assert "fp8-block" not in text, "as every page and every message writes it"
+
+
+def test_every_option_of_the_trees_says_what_it_is():
+    for root in (FrontendConfig, EngineConfig):
+        silent = [option.flags[0] for option in config_cli.options(root) if not option.help]
+        assert not silent
+
+
 def test_version_is_printed(capsys):
     assert cli_main.run(["--version"]) == 0
     assert capsys.readouterr().out.startswith("rose ")

@@ -207,6 +207,22 @@ def test_only_what_was_asked_for_is_computed(only_english, tmp_path, capsys, mon
     assert "perplexity" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--store", "--task", "copy", "--count", "3"], "and --count, --task would mean nothing"),
+        (["--url", "http://x", "--device", "cpu"], "--url was given with --device"),
+        (["--api-key", "x"], "--api-key was given without --url"),
+        (["--device", "tpu"], "allowed: auto, cpu, cuda; change --device"),
+        (["--weights", "fp9"], "'fp8_block', 'fp8_block_all'"),
+        (["--json", f"{__file__}/x"], f"{__file__} is a file"),
+    ],
+)
+def test_options_that_would_mean_nothing_are_refused_before_anything_is_asked(words, said, capsys):
+    assert run(["eval", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_a_server_is_asked_for_no_texts(capsys):
     assert run(["eval", "--task", "texts", "--url", "http://x"]) == 2
     assert "--task texts was given with --url" in capsys.readouterr().err

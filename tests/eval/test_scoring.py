@@ -102,13 +102,16 @@ def _asker(monkeypatch, handler):
     monkeypatch.setattr(
         httpx, "Client", lambda **o: client(transport=httpx.MockTransport(handler), **o)
     )
-    return HttpAsker("http://server", model="m")
+    return HttpAsker("http://server/v1/", model="m", api_key="secret")
 
 
 def test_a_server_is_asked_greedily_and_read_back(monkeypatch):
     asked = []
 
     def handler(request):
+        # As clients of such servers write addresses, with or without /v1.
+        assert str(request.url) == "http://server/v1/chat/completions"
+        assert request.headers["authorization"] == "Bearer secret"
         asked.append(json.loads(request.content))
         message = {"content": "c", "reasoning": "thought"}
         return httpx.Response(

@@ -28,6 +28,7 @@ from rose.models.gpt_oss.model import GptOss
 from rose.models.gpt_oss.original import reference_config, weights_of
 from rose.models.gpt_oss.parameters import GptOssParameters
 from rose.models.gpt_oss.synthetic import synthetic_parameters
+from rose.utils.errors import ConfigError
 
 
 @contextmanager
@@ -198,7 +199,15 @@ def prefill_rounding(model: GptOss) -> tuple[str, str] | None:
 def run_accuracy(
     *, tokens: int, decoded: int, seed: int, path: Path | None, commit: str | None, **options: Any
 ) -> dict[str, Any]:
-    """Measure at the first layers of a size, append the line, return it."""
+    """Measure at the first layers of a size, append the line, return it.
+
+    Raises  ConfigError where nothing would be left to prefill
+    """
+    if decoded >= tokens:
+        raise ConfigError(
+            f"{decoded} of {tokens} tokens are to be decoded one by one, after a prefill of the others; "
+            f"allowed: {tokens - 1} or fewer; lower --decoded or raise --tokens"
+        )
     bench = setup(**options)
     parameters = synthetic_parameters(
         bench.model_config, bench.config.quant, device=bench.device.kind, seed=bench.seed

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rose.config.cache import CacheConfig
 from rose.config.engine import EngineConfig, KernelsConfig
 from rose.config.quant import QuantConfig
 from rose.config.scheduler import GPU_TOKENS, SchedulerConfig
 from rose.engine.engine import LLMEngine
-from rose.models.gpt_oss.config import GptOssConfig, published, tiny
+from rose.models.gpt_oss.checkpoints import configuration
+from rose.models.gpt_oss.config import GptOssConfig
 from rose.models.gpt_oss.model import GptOss
 from rose.models.gpt_oss.synthetic import synthetic_model
 from rose.utils.device import DeviceFacts, detect
@@ -56,13 +57,7 @@ def setup(
 ) -> BenchSetup:
     """Compose and resolve the configuration of a bench run."""
     facts = detect(device)
-    model_config = tiny() if size == "tiny" else published(size)
-    if layers is not None:
-        model_config = replace(
-            model_config,
-            num_layers=layers,
-            window_tokens=model_config.window_tokens[:layers],
-        )
+    model_config = configuration(size, num_layers=layers)
     config = EngineConfig(
         model=f"synthetic gpt-oss-{size}",
         device=device,

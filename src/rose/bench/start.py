@@ -22,7 +22,7 @@ from typing import Any
 from rose.bench.first_token import EXIT_REFUSED
 from rose.bench.progress import BenchProgress
 from rose.bench.record import Origin, append
-from rose.utils.errors import RoseError
+from rose.utils.errors import ConfigError, RoseError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ def start_once(
         words = errors.read().splitlines()
     if not line:
         if child.returncode == EXIT_REFUSED and words:
-            raise RoseError(words[-1])
+            raise ConfigError(words[-1])
         last = "\n".join(words[-5:])
         raise RoseError(f"the process ended with code {child.returncode} and no token:\n{last}")
     facts = json.loads(line)

@@ -10,10 +10,18 @@ from typing import Any
 
 import click
 
-from rose.cli.options import NameValue, Number, as_dict, flags_in_errors, numbers
+from rose.cli.options import (
+    Choice,
+    NameValue,
+    Number,
+    OutputFile,
+    as_dict,
+    flags_in_errors,
+    numbers,
+)
 
 SIZES = ("20b", "120b", "tiny")
-PATH = click.Path(path_type=Path, dir_okay=False)
+PATH = OutputFile()
 FOLDER = click.Path(path_type=Path, file_okay=False)
 
 
@@ -37,12 +45,12 @@ _record_options = (
     click.option("--commit", help="Commit of the tree, where it travels without its repository."),
 )
 _setup_options = (
-    click.option("--size", type=click.Choice(SIZES), default="tiny", show_default=True,
+    click.option("--size", type=Choice(SIZES), default="tiny", show_default=True,
                  help="Shape of the model."),
     click.option("--weights", default="mxfp4", show_default=True, help="Resident weight format."),
     click.option("--kv", default="auto", show_default=True,
                  help="Format of the KV cache; auto: the activations'. Lines with fp8_e4m3 are marked as options."),
-    click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
+    click.option("--device", type=Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
     click.option("--only", multiple=True, type=NameValue("operation=implementation"),
                  callback=as_dict, metavar="OP=NAME", help="Use one implementation of an operation."),
     click.option("--layers", type=click.IntRange(min=1), help="Keep only the first layers (not a result, a trial)."),
@@ -273,9 +281,7 @@ def start(is_cached: bool, repeats: int, **options: Any) -> None:
 
 @bench.command()
 @click.argument("operations", nargs=-1)
-@click.option(
-    "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True
-)
+@click.option("--device", type=Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--implementation", metavar="NAME", help="One implementation alone.")
 @click.option("--case", metavar="NAME", help="One case alone.")
 @_records

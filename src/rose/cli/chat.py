@@ -13,6 +13,7 @@ import click
 from rose.cli.options import Number
 from rose.utils.errors import RoseError
 from rose.utils.text_file import read_text
+from rose.utils.urls import server_root
 
 CONNECT_SECONDS = 5.0
 MAX_TRIES = 4
@@ -63,7 +64,7 @@ def chat(
 
     timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    with httpx.Client(base_url=url.rstrip("/"), timeout=timeout, headers=headers) as http:
+    with httpx.Client(base_url=server_root(url), timeout=timeout, headers=headers) as http:
         conversation = Conversation(http, model=model, tools=_read_tools(tools), options=options)
         if system is not None:
             conversation.messages.append({"role": "developer", "content": system})

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
+from rose.cli.options import Choice, OutputFile, flags_in_errors
 from rose.cli.serve import EMBEDDED_MODEL
+from rose.config.engine import EngineConfig
 from rose.utils.errors import ConfigError
 
 FORMATS = ("auto", "mxfp4", "bf16", "fp8_block", "fp8_block_all")
@@ -22,17 +25,22 @@ KV_FORMATS = ("auto", "bf16", "fp8_e4m3")
 @click.option(
     "--weights",
     multiple=True,
-    type=click.Choice(FORMATS),
+    type=Choice(FORMATS),
     help="Format of the weights in memory; give it again to compare formats.  [default: auto]",
 )
 @click.option(
     "--kv",
     "kvs",
     multiple=True,
-    type=click.Choice(KV_FORMATS),
+    type=Choice(KV_FORMATS),
     help="Format of the KV cache; give it again to compare formats.  [default: auto]",
 )
 @click.option("--url", help="Ask a running server instead of an engine in this process.")
+@click.option(
+    "--api-key",
+    envvar="ROSE_API_KEY",
+    help="Key that the server asks for; better in the variable ROSE_API_KEY.",
+)
 @click.option(
     "--task",
     "tasks",
@@ -42,13 +50,14 @@ KV_FORMATS = ("auto", "bf16", "fp8_e4m3")
 @click.option("--count", default=20, show_default=True, type=click.IntRange(1), help="Per task.")
 @click.option("--seed", default=2026, show_default=True, help="Other questions, still held out.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the results here.")
+@click.option("--json", "path", type=OutputFile(), help="Write the results here.")
 @click.option(
     "--store",
     "is_stored",
     is_flag=True,
     help="Write the float64 reference's log-probabilities into MODEL's folder and stop.",
 )
+@flags_in_errors(EngineConfig)
 def evaluate(
     folder: Path | None,
     weights: tuple[str, ...],
@@ -63,7 +72,8 @@ def evaluate(
 
     Without --task also the perplexities of fixed texts, and how far their log-probabilities are from the stored ones.
     """
-    _check(folder, weights + kvs, url, tasks, is_stored)
+    _check(folder, weights + kvs, url, tasks)
+    _check_options_count(url=url, is_stored=is_stored)
     if is_stored:
         from rose.eval.run import store_float64
 
@@ -73,6 +83,7 @@ def evaluate(
     runs = _runs(folder or EMBEDDED_MODEL, formats, url, tasks, **options)
     _print(runs)
     if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({**runs[0], "runs": runs}, indent=1) + "\n")
 
 
@@ -81,7 +92,6 @@ def _check(
     formats: tuple[str, ...],
     url: str | None,
     tasks: tuple[str, ...],
-    is_stored: bool,
 ) -> None:
     from rose.eval.tasks import ASKED, TEXTS
 
@@ -95,13 +105,35 @@ def _check(
         problems.append(
             "--task texts was given with --url; chat answers carry no log-probabilities of texts; leave one of them out"
         )
-    if url is not None and (folder is not None or formats or is_stored):
+    if url is not None and (folder is not None or formats):
         problems.append(
-            "--url was given with MODEL, --weights, --kv or --store; a server has chosen its formats; "
-            "leave one of them out"
+            "--url was given with MODEL, --weights or --kv; a server has chosen its formats; leave one of them out"
         )
     if problems:
         raise ConfigError(problems)
+
+
+def _check_options_count(*, url: str | None, is_stored: bool) -> None:
+    """Refuse what would be given for nothing: options of questions with --store, of an engine here with --url."""
+    context = click.get_current_context()
+    typed = {
+        p.opts[0]
+        for p in context.command.params
+        if p.name and context.get_parameter_source(p.name) is ParameterSource.COMMANDLINE
+    }
+    questions = typed & {"--weights", "--kv", "--url", "--task", "--count", "--seed", "--json"}
+    if is_stored and questions:
+        raise ConfigError(
+            f"--store asks no questions, and {', '.join(sorted(questions))} would mean nothing; leave one of them out"
+        )
+    if url is not None and "--device" in typed:
+        raise ConfigError(
+            "--url was given with --device, which is that of an engine here; leave one of them out"
+        )
+    if url is None and "--api-key" in typed:
+        raise ConfigError(
+            "--api-key was given without --url, the server that asks for it; give both or none"
+        )
 
 
 def _runs(
@@ -119,7 +151,7 @@ def _runs(
     for weights, kv in formats:
         begin = time.perf_counter()
         if url is not None:
-            run = evaluate_server(url, examples)
+            run = evaluate_server(url, examples, api_key=options["api_key"])
         else:
             run = evaluate_folder(
                 folder,

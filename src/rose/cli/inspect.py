@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from rose.cli.options import given_values, numbers, tree_options
+from rose.cli.options import Choice, given_values, numbers, tree_options
 from rose.config import cli as config_cli
 from rose.config.cli import build
 from rose.config.engine import EngineConfig
@@ -29,7 +29,7 @@ EXIT_NOT_CLEAN = 1
 )
 @click.option(
     "--plan-for",
-    type=click.Choice(["here", "h200"]),
+    type=Choice(["here", "h200"]),
     default="here",
     show_default=True,
     help="Device whose memory is planned: this machine's (see --device), or an H200.",

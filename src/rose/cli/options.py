@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import click
@@ -69,7 +71,8 @@ def given_values(root: type, arguments: dict[str, Any]) -> Values:
         value = arguments.get(parameter_name(option.path))
         if value is None or value == ():
             continue
-        if value == "" or (option.is_repeated and "" in value):
+        texts = value if isinstance(value, tuple) else (value,)
+        if "" in texts:
             empty.append(option.flags[0])
         values[option.path] = dict(value) if option.is_mapping else value
     if empty:
@@ -99,16 +102,46 @@ def _settings(option: config_cli.Option) -> dict[str, Any]:
         return settings | {"multiple": True, "type": option.kind}
     if option.kind is bool:
         return settings
-    kind = click.Choice(option.choices) if option.choices else option.kind
+    kind = Choice(option.choices) if option.choices else option.kind
     return settings | {"type": kind}
 
 
 def _help(option: config_cli.Option) -> str:
     default = option.default
+    # What a field calls None is, on a command line, an option that was left out.
+    text = option.help.replace("; None: ", "; left out: ").replace("None: ", "Left out: ")
     if default is None or default in ((), {}, ""):
-        return option.help
+        return text
     shown = {True: "on", False: "off"}[default] if isinstance(default, bool) else default
-    return f"{option.help}  [default: {shown}]".strip()
+    return f"{text}  [default: {shown}]".strip()
+
+
+class Choice(click.Choice):
+    """One of some words, shown as they are written everywhere; click shows what it compares, dashes for underscores."""
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        """Return the words for the help."""
+        return f"[{'|'.join(map(str, self.choices))}]"
+
+    def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
+        """Return the words for the refusal of another."""
+        return f"{value!r} is not one of {', '.join(map(repr, self.choices))}"
+
+
+class OutputFile(click.Path):
+    """A file to be written, with its folders: refused before anything is computed for it."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path, dir_okay=False, writable=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path."""
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        there = next(parent for parent in path.absolute().parents if parent.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            why = "may not be written" if there.is_dir() else "is a file"
+            self.fail(f"{path} cannot be written: {there} {why}", param, ctx)
+        return path
 
 
 class NameValue(click.ParamType):

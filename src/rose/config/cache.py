@@ -13,6 +13,7 @@ class CacheConfig:
     """Pages hold the same number of tokens in every layer; each layer kind has a pool of its own."""
 
     page_tokens: int = 64
+    """Tokens of a page: 16, 32, 64, 128 or 256. Beginnings of prompts are shared in whole pages."""
     memory_fraction: float = 0.9
     """Of the device memory, for weights, workspace and KV together (CUDA)."""
     kv_tokens: int | None = None

@@ -11,6 +11,7 @@ from rose.eval.examples import Example
 from rose.eval.scoring import Reply
 from rose.eval.tool_tasks import compact
 from rose.utils.errors import RoseError
+from rose.utils.urls import server_root
 
 CONCURRENT = 16
 """Requests in flight to a server."""
@@ -91,10 +92,18 @@ class EngineAsker:
 class HttpAsker:
     """A server with the chat API. What it says is all there is: recoveries of a parser are not seen from here."""
 
-    def __init__(self, url: str, *, model: str | None = None, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str | None = None,
+        api_key: str | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
         import httpx
 
-        self._http = httpx.Client(base_url=url.rstrip("/"), timeout=timeout_s)
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = httpx.Client(base_url=server_root(url), timeout=timeout_s, headers=headers)
         self._errors = (httpx.HTTPError, httpx.InvalidURL)
         self.model = model or self._first_model()
 

@@ -21,9 +21,11 @@ def questions(tasks: Sequence[str], count: int, *, seed: int = SEED) -> list[Exa
     return [example for task in asked for example in held_out_set(task, count, seed=seed)]
 
 
-def evaluate_server(url: str, examples: Sequence[Example]) -> dict[str, Any]:
+def evaluate_server(
+    url: str, examples: Sequence[Example], *, api_key: str | None = None
+) -> dict[str, Any]:
     """Ask a server; log-probabilities are not compared, since chat answers carry none."""
-    asker = HttpAsker(url)
+    asker = HttpAsker(url, api_key=api_key)
     replies = asker.ask(examples)
     return {"model": asker.model, "url": url, **summary(zip(examples, replies, strict=True))}
 
