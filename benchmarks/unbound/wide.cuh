@@ -46,6 +46,7 @@ struct Problem {
   float alpha, limit, hidden_scale;
   __nv_bfloat16* y;
   int late_ns;  // by which the second consumer begins later; below what the ring holds
+  int ahead;    // stages by which codes are asked into the L2 cache before they are copied; 0: never
 };
 
 // kPromote: sums leave the tensor core every two stages; totals and sums of 64 x 128 then fill the registers of 64 x 256.
@@ -93,8 +94,8 @@ __device__ __forceinline__ Place locate(const Rows& rows, int item, int runs) {
   return found;
 }
 
-// What a tile's end needs, as this lane of the filling warp asks for it: scales of tokens times that of the rows, all signs
-// turned back, and the bias.
+// What a tile's end needs, as this lane of the filling warp asks for it: scales of tokens times that of the rows, all
+// signs turned back, and the bias.
 template <int kTokens>
 struct End {
   float scales[kTokens / 32], bias[kItemRows / 32], row_scale;
@@ -140,6 +141,10 @@ __device__ __forceinline__ void fill(const Problem& p, int num_items, const Shar
     next = locate(p.rows, item_of_round(round), runs);
     end.load(p, next, lane);
   };
+  const auto row_of = [&](const Place& of) {
+    const int row = of.expert * p.n + of.column;
+    return P::kGateUp ? row / 2 : row;
+  };
   if (has_next) look_up(0);
   for (int round = 0; has_next; ends.advance()) {
     place = next;
@@ -159,8 +164,7 @@ __device__ __forceinline__ void fill(const Problem& p, int num_items, const Shar
       }
       if (lane == 0) {
         mbarrier_arrive_expect(barrier, bytes);
-        const int row = place.expert * p.n + place.column;
-        tma_load_3d(stage + P::kCodesAt, &p.codes, barrier, kb * kRowCodes, P::kGateUp ? row / 2 : row, 0);
+        tma_load_3d(stage + P::kCodesAt, &p.codes, barrier, kb * kRowCodes, row_of(place), 0);
         tma_load_2d(stage + P::kOffsetsAt, &p.offsets, barrier, 0,
                     (place.expert * runs + place.column / kItemRows) * k_blocks + kb);
 #pragma unroll 1
@@ -174,6 +178,12 @@ __device__ __forceinline__ void fill(const Problem& p, int num_items, const Shar
       if (i == min(2, k_blocks - 1)) {
         has_next = item_of_round(++round) < num_items;
         if (has_next) look_up(round);
+      }
+      const int later = i + p.ahead;
+      if (lane == 0 && p.ahead > 0 && later < (has_next ? 2 * k_blocks : k_blocks)) {
+        const int of_tile = later < k_blocks ? later : later - k_blocks;
+        const int column = block_of(of_tile, k_full, k_blocks) * kRowCodes;
+        prefetch_3d(&p.codes, column, row_of(later < k_blocks ? place : next), 0);
       }
     }
   }

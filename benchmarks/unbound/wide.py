@@ -36,6 +36,8 @@ class Shape:
     """Sums leave the tensor core every 256 columns; tiles are half as long then."""
     late_ns: int = 0
     """By how much the second consumer begins later."""
+    ahead: int = 0
+    """By how many stages codes are asked into the L2 cache before they are copied."""
 
     @property
     def rows(self) -> int:
@@ -47,6 +49,7 @@ SHAPES = {
     "wide": Shape(),
     "wide_late_500": Shape(late_ns=500),
     "wide_late_1000": Shape(late_ns=1000),
+    "wide_ahead": Shape(ahead=8),
     "wide_promote": Shape(promote=True),
 }
 
@@ -145,8 +148,8 @@ class WideLibrary:
         self.library = library or CudaLibrary(SOURCE, defines=defines)
         launcher = self.library.launcher
         self._quantize = launcher("launch_quantize_tokens", "ppppiiip")
-        self._gate_up = launcher("launch_wide_gate_up", "ppfippppipppiiiiiipfffp")
-        self._down = launcher("launch_wide_down", "ppfippppipppiiiiiipp")
+        self._gate_up = launcher("launch_wide_gate_up", "ppfippppipppiiiiiiipfffp")
+        self._down = launcher("launch_wide_down", "ppfippppipppiiiiiiipp")
 
     def quantize_rows(self, x_TD: Tensor, table: RowTable) -> tuple[Tensor, Tensor]:
         """Quantise each token once, with one scale, and copy it to its rows in the order that the products read.
@@ -199,7 +202,7 @@ def operands(
         matrix.codes.data_ptr(), matrix.offsets.data_ptr(), matrix.row_scales.data_ptr(),
         bias_EN.data_ptr(), int(bias_EN.dtype == torch.bfloat16),
         table.starts_E1.data_ptr(), table.tiles_E1.data_ptr(), table.expert_M.data_ptr(),
-        table.max_tiles, *matrix.shape, shape.late_ns, int(shape.promote),
+        table.max_tiles, *matrix.shape, shape.late_ns, shape.ahead, int(shape.promote),
     )  # fmt: skip
 
 

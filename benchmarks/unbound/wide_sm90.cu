@@ -16,7 +16,7 @@ namespace {
 
 wide::Problem problem(const float* token_scales, float token_scale, const float* row_scales, const void* bias,
                       int bias_is_bf16, const int* starts, const int* tiles, const int* expert_of_tile, int experts,
-                      int n, int k, int late_ns) {
+                      int n, int k, int late_ns, int ahead) {
   wide::Problem p{};
   p.rows = {starts, tiles, expert_of_tile, experts};
   p.token_scales = token_scales;
@@ -27,6 +27,7 @@ wide::Problem problem(const float* token_scales, float token_scale, const float*
   p.n = n;
   p.k = k;
   p.late_ns = late_ns;
+  p.ahead = ahead;
   return p;
 }
 
@@ -42,10 +43,10 @@ cudaError_t launch_plan(const wide::Problem& p, const void* x, const void* codes
 extern "C" int launch_wide_gate_up(const void* x, const float* token_scales, float token_scale, int rows,
                                    const void* codes, const void* offsets, const float* row_scales, const void* bias,
                                    int bias_is_bf16, const int* starts, const int* tiles, const int* expert_of_tile,
-                                   int max_tiles, int experts, int n, int k, int late_ns, int promote, uint8_t* hidden,
+                                   int max_tiles, int experts, int n, int k, int late_ns, int ahead, int promote, uint8_t* hidden,
                                    float hidden_scale, float alpha, float limit, cudaStream_t stream) {
   wide::Problem p = problem(token_scales, token_scale, row_scales, bias, bias_is_bf16, starts, tiles, expert_of_tile,
-                            experts, n, k, late_ns);
+                            experts, n, k, late_ns, ahead);
   p.hidden = hidden;
   p.hidden_scale = hidden_scale;
   p.alpha = alpha;
@@ -56,10 +57,10 @@ extern "C" int launch_wide_gate_up(const void* x, const float* token_scales, flo
 extern "C" int launch_wide_down(const void* x, const float* token_scales, float token_scale, int rows,
                                 const void* codes, const void* offsets, const float* row_scales, const void* bias,
                                 int bias_is_bf16, const int* starts, const int* tiles, const int* expert_of_tile,
-                                int max_tiles, int experts, int n, int k, int late_ns, int promote, __nv_bfloat16* y,
+                                int max_tiles, int experts, int n, int k, int late_ns, int ahead, int promote, __nv_bfloat16* y,
                                 cudaStream_t stream) {
   wide::Problem p = problem(token_scales, token_scale, row_scales, bias, bias_is_bf16, starts, tiles, expert_of_tile,
-                            experts, n, k, late_ns);
+                            experts, n, k, late_ns, ahead);
   p.y = y;
   return launch_plan<false>(p, x, codes, offsets, rows, max_tiles, promote, stream);
 }
