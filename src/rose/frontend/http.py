@@ -15,6 +15,8 @@ from rose.frontend.reply import JSON
 MAX_HEAD_BYTES = 65_536
 """Request line and headers together. Without a limit one client could fill the memory with a header that never ends."""
 
+FAREWELL_SECONDS = 0.5
+"""What the other side of an idle connection gets to say that it has heard of the end; over TLS that is waited for."""
 HELD_WRITES = "rose.held_writes"
 """In the scope: the connection's `HeldWrites`."""
 
@@ -75,6 +77,11 @@ class HeldWrites(asyncio.Transport):
         """Close at once."""
         self._transport.abort()
 
+    def abort_if_idle(self) -> None:
+        """Close at once if nothing waits to be written."""
+        if not self._transport.get_write_buffer_size():
+            self._transport.abort()
+
     def is_closing(self) -> bool:
         """Return whether it is closed or will be."""
         return self._transport.is_closing()
@@ -127,6 +134,12 @@ class HttpProtocol(HttpToolsProtocol):
         # A whole answer after which the connection is to end has ended it by now.
         self._writes.lost(is_whole=self.cycle is None or self.cycle.response_complete)
         super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        """End with the server: at once where nothing is answered, else with the answer."""
+        super().shutdown()
+        if self._writes.is_closing():
+            self.loop.call_later(FAREWELL_SECONDS, self._writes.abort_if_idle)
 
     def on_message_begin(self) -> None:
         """Begin to count anew."""
