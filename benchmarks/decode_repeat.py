@@ -1,10 +1,11 @@
-"""Run the ring and the experts of benchmarks/unbound again and again on the same inputs: no bit may ever differ.
+"""Run the ring and the E4M3 experts of benchmarks/unbound again and again on the same inputs: no bit may ever differ.
 
     PYTHONPATH=src python benchmarks/decode_repeat.py [--seconds 60] [--out FILE.jsonl]
 
 A check against the reference forgives what is rare and small. Here gate_up and down run 30 times each on four inputs,
 and every launch shape has to give the same bits, since each sums a row in the same order. What differs is printed:
-which pairs, their expert and place in it, which columns, and the ratio to what was first.
+which pairs, their expert and place in it, which columns, and the ratio to what was first. decode_unbound.py does the
+same before it times.
 """
 
 from __future__ import annotations
@@ -13,27 +14,51 @@ import argparse
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from decode_variants import EXPERTS, INNER, D, K, Recorder, _moe_calls, expert_layers, short
 from decode_variants2 import RING
 from torch import Tensor
-from unbound import e4m3
+from unbound import cuda_e4m3_impl as e4m3
 
-from rose.kernels.moe_experts.cuda_decode_calls import DecodeExperts, Launch
+from rose.kernels.moe_experts.cuda_decode_calls import Launch
 
-SIXTEEN_WARPS, TWELVE_WARPS, SIXTEEN_WIDE, FIRST = e4m3.SHAPES
 TURNS = 30
 CELLS = (("20b", 64), ("120b", 128), ("20b", 128), ("120b", 256), ("20b", 32))
+TOLD = 3
+"""Differing runs of a launch shape that are printed."""
 
 
-def runs(batch: int) -> list[tuple[str, DecodeExperts, Launch]]:
-    """Return (name, what launches, shape); those of a kernel are held against its first."""
-    found = [("ring", RING.EXPERTS, RING.CHOSEN)] if batch <= RING.MAX_TOKENS else []
-    found += [("e4m3", e4m3.EXPERTS, s) for s in (FIRST, SIXTEEN_WARPS, TWELVE_WARPS, SIXTEEN_WIDE)]
-    found.append(("e4m3", e4m3.EXPERTS, replace(SIXTEEN_WARPS, is_dependent=False)))
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A kernel with one launch shape."""
+
+    name: str
+    """Of the kernel: contenders of one name have to give the same bits."""
+    experts: Any
+    """Has launch, gate_up and down, as `DecodeExperts`."""
+    shape: Launch
+
+    @property
+    def config(self) -> str:
+        """Return what lines call it."""
+        return f"{self.name} {short(self.shape)}"
+
+
+Firsts = dict[tuple[str, int], tuple[Tensor, Tensor]]
+"""(name, number of the input) -> what the first run gave: SwiGLU and output rows."""
+
+
+def runs(batch: int, experts: int) -> list[Contender]:
+    """Return what fits, the shape with most tokens a pass first."""
+    sizes = {"D": D, "I": INNER, "E": experts, "K": K}
+    found = [Contender("ring", RING.EXPERTS, RING.CHOSEN)] if batch <= RING.MAX_TOKENS else []
+    for shape in (*reversed(e4m3.SHAPES), replace(e4m3.WIDE, is_dependent=False)):
+        if e4m3.fits(shape, batch, sizes):
+            found.append(Contender("e4m3", e4m3.EXPERTS, shape))
     return found
 
 
@@ -55,41 +80,47 @@ def tell(name: str, found: Tensor, right: Tensor, ids: Tensor) -> None:
         )
 
 
+def differing(
+    contender: Contender, calls: list[dict[str, Any]], first: Firsts, turns: int = TURNS
+) -> dict[str, int]:
+    """Return how many of the runs differ from the first of the kernel's name, by SwiGLU and output; print a few."""
+    told, different = 0, {"act": 0, "y": 0}
+    for number, call in enumerate(calls):
+        x_TD, ids_TK, weights = call["x_TD"], call["expert_ids_TK"], call["weights"]
+        _, hidden, inner = weights.down.shape
+        for _ in range(turns):
+            act = x_TD.new_full((ids_TK.numel(), inner), float("nan"))
+            y = x_TD.new_full((ids_TK.numel(), hidden), float("nan"), dtype=torch.float32)
+            contender.experts.gate_up(
+                contender.shape, x_TD, ids_TK, weights, act, alpha=1.702, limit=7.0
+            )
+            # Starts while gate_up drains, as in a step.
+            contender.experts.down(contender.shape, act, ids_TK, weights, y)
+            rights = first.setdefault((contender.name, number), (act, y))
+            for name, found, right in zip(("act", "y"), (act, y), rights, strict=True):
+                kind = torch.int16 if name == "act" else torch.int32
+                if torch.equal(found.view(kind), right.view(kind)):
+                    continue
+                different[name] += 1
+                if told < TOLD:
+                    told += 1
+                    tell(name, found, right, ids_TK.flatten())
+    return different
+
+
 def repeat(model: str, batch: int, deadline: float, out: Recorder) -> None:
     """Run all shapes on inputs of one model and batch."""
-    experts = EXPERTS[model]
-    sizes = {"D": D, "I": INNER, "E": experts, "K": K}
-    calls, _ = _moe_calls(batch, experts, expert_layers(experts))
-    first: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
-    for words, kernel, shape in runs(batch):
-        fits = RING.fits if words == "ring" else e4m3.fits
-        line = {"op": f"repeat_{model}", "batch": batch, "config": f"{words} {short(shape)}"}
-        if time.time() > deadline or not fits(shape, batch, sizes):
-            print(f"{line}: {'no time' if time.time() > deadline else 'does not fit'}", flush=True)
+    calls, _ = _moe_calls(batch, EXPERTS[model], expert_layers(EXPERTS[model]))
+    first: Firsts = {}
+    for contender in runs(batch, EXPERTS[model]):
+        line = {"op": f"repeat_{model}", "batch": batch, "config": contender.config}
+        if time.time() > deadline:
+            print(f"{line}: no time", flush=True)
             continue
-        told, different = 0, {"act": 0, "y": 0}
-        for number, call in enumerate(calls[:4]):
-            ids, weights = call["expert_ids_TK"], call["weights"]
-            for _ in range(TURNS):
-                act = torch.full((batch * K, INNER), float("nan"), device="cuda").bfloat16()
-                y = torch.full((batch * K, D), float("nan"), device="cuda")
-                kernel.gate_up(shape, call["x_TD"], ids, weights, act, alpha=1.702, limit=7.0)
-                # Starts while gate_up drains, as in a step.
-                kernel.down(shape, act, ids, weights, y)
-                key = words, number
-                rights = first.setdefault(key, (act, y))
-                for name, found, right in zip(("act", "y"), (act, y), rights, strict=True):
-                    kind = torch.int16 if name == "act" else torch.int32
-                    if torch.equal(found.view(kind), right.view(kind)):
-                        continue
-                    different[name] += 1
-                    if told < 3:
-                        told += 1
-                        tell(name, found, right, ids.flatten())
-        out.add(**line, runs=4 * TURNS, different_act=different["act"], different_y=different["y"])
-        print(
-            f"{model} {batch} {line['config']}: of {4 * TURNS} runs differ {different}", flush=True
-        )
+        different = differing(contender, calls[:4], first)
+        total = 4 * TURNS
+        out.add(**line, runs=total, different_act=different["act"], different_y=different["y"])
+        print(f"{model} {batch} {line['config']}: of {total} runs differ {different}", flush=True)
 
 
 def main() -> int:
@@ -99,8 +130,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60)
     args = parser.parse_args()
     deadline = time.time() + args.seconds
-    libraries = [RING.LIBRARY, e4m3.LIBRARY]
-    threads = [threading.Thread(target=library.build) for library in libraries]
+    threads = [threading.Thread(target=x.build) for x in (RING.LIBRARY, e4m3.LIBRARY)]
     for thread in threads:
         thread.start()
     for thread in threads:

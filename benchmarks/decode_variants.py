@@ -154,8 +154,8 @@ def check_registered(name: str) -> bool:
 # Experts
 
 
-def expert_layers(experts: int, weight: str = "mxfp4") -> list[ExpertWeights]:
-    source = draw.generator("cuda", 1)
+def expert_layers(experts: int, weight: str = "mxfp4", device: str = "cuda") -> list[ExpertWeights]:
+    source = draw.generator(device, 1)
 
     def layer() -> ExpertWeights:
         return ExpertWeights(
@@ -251,10 +251,10 @@ def bench_moe(args: argparse.Namespace, out: Recorder) -> None:
 
 
 def _moe_calls(
-    batch: int, experts: int, layers: list[ExpertWeights]
+    batch: int, experts: int, layers: list[ExpertWeights], device: str = "cuda"
 ) -> tuple[list[dict[str, Any]], float]:
     """Return calls over different experts of different layers, and how many experts each hits on average."""
-    source = draw.generator("cuda", batch)
+    source = draw.generator(device, batch)
     ids = [draw.routing(batch, experts, K, source=source) for _ in range(8)]
     calls = [
         {
@@ -264,7 +264,7 @@ def _moe_calls(
             "weights": layers[n % len(layers)],
             "swiglu_alpha": 1.702,
             "swiglu_limit": 7.0,
-            "out_TD": torch.empty(batch, D, dtype=torch.bfloat16, device="cuda"),
+            "out_TD": torch.empty(batch, D, dtype=torch.bfloat16, device=device),
         }
         for n, i in enumerate(ids)
     ]

@@ -231,7 +231,8 @@ def run_all(args: argparse.Namespace, wanted: list[CudaLibrary], script: str) ->
         command = [sys.executable, script, *sys.argv[1:], "--do", op, "--deadline", str(deadline)]
         process = subprocess.Popen(command)
         try:
-            process.wait(timeout=max(5.0, deadline + 5 - time.time()))
+            if code := process.wait(timeout=max(5.0, deadline + 5 - time.time())):
+                failed.append(f"{op}: exit code {code}")
         except subprocess.TimeoutExpired:
             process.kill()
             failed.append(f"{op}: killed after its time")

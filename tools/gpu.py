@@ -298,8 +298,7 @@ def _kernel_steps(asked: Asked) -> Iterator[Step]:
 
 KERNEL_SCRIPTS = (
     ("draw", "decode_variants2.py --ops sample --only cluster --batches 128 32 8", 40),
-    ("decode experts, repeated", "decode_repeat.py", 40),
-    ("decode experts", "decode_unbound.py --ops 20b 120b --batches 1 8 32 64 128", 60),
+    ("decode experts, E4M3", "decode_unbound.py", 180),
     ("decode experts, whole", "decode_whole.py --ops 20b 120b --batches 1 2 4 8 16 32 48", 60),
     ("prefill experts, swapped", "moe_prefill_swapped.py", 59),
     ("prefill experts, wide", "moe_prefill_wide.py", 240),

@@ -1,5 +1,5 @@
-// Runs the kernel of e4m3.cuh on threads of a CPU, one block after the other.
-#include "e4m3.cuh"
+// Runs the kernel of decode_e4m3.cuh on threads of a CPU, one block after the other.
+#include "decode_e4m3.cuh"
 
 namespace rose::moe_decode {
 alignas(1024) uint8_t shared[512 << 10];
@@ -11,7 +11,7 @@ template <bool kGateUp, int kN, int kGroups, int kStages, int kColumns>
 int run(const Call& call, int blocks) {
   const CUtensorMap map = {call.codes, kColumns / 2, int64_t(call.experts) * call.rows};
   const int threads = kGroups * 128;
-  const int bytes = E4m3Layout::make<kN, kGroups, kStages>(call).total;
+  const int bytes = e4m3_layout<kN, kGroups, kStages>(call).total;
   for (int b = 0; b < blocks; ++b) {
     std::memset(shared, 0xFF, sizeof shared);  // NaN everywhere
     Block state(threads);
@@ -31,9 +31,12 @@ int run(const Call& call, int blocks) {
   return 0;
 }
 
-// Rows of 18, 22 and 36 blocks: the last chunk of eight has two, six and four.
+// Rows of 10, 18, 22 and 36 blocks: the last chunk of eight has two, two, six and four.
 template <bool kGateUp, int kN, int kGroups, int kStages>
 int run_columns(const Call& call, int blocks) {
+  if constexpr (kStages <= 2) {
+    if (call.columns == 320) return run<kGateUp, kN, kGroups, kStages, 320>(call, blocks);
+  }
   if (call.columns == 576) return run<kGateUp, kN, kGroups, kStages, 576>(call, blocks);
   if (call.columns == 704) return run<kGateUp, kN, kGroups, kStages, 704>(call, blocks);
   if (call.columns == 1152) return run<kGateUp, kN, kGroups, kStages, 1152>(call, blocks);

@@ -1,14 +1,9 @@
 // Experts of small batches on Hopper, 64 rows at a time: codes pass from memory through a ring in shared memory into
 // registers and wgmma.
 //
-// A tile is 64 rows of one expert's matrix. A warpgroup unpacks it once, whatever the number of tokens up to kN, and
-// multiplies it as operand A in registers; the activations of the expert's tokens are operand B in shared memory, read
-// once per 64 rows by the tensor cores themselves. Tiles are dealt out to blocks in contiguous runs; warpgroups of a
-// block take turns at the tiles of a run, which share the activations.
-//
-// Each warpgroup has a ring of its own, of chunks of 64 rows by 256 columns (128 bytes of codes, swizzled), which the
-// tensor copy engine fills ahead across tiles and across experts. A chunk is given back as soon as its codes are in
-// registers. A tile's scales come with its first chunk.
+// decode_chunks.cuh says how tiles of 64 rows are dealt out and how their codes arrive. A warpgroup unpacks a tile once,
+// whatever the number of tokens up to kN, and multiplies it as operand A in registers; the activations of the expert's
+// tokens are operand B in shared memory, read once per 64 rows by the tensor cores themselves.
 //
 // Columns inside a product may come in any order. A lane takes 16 bytes of codes, a block of 32 columns, as they lie;
 // in 128 columns that is block t of an even row and of the next of its warp's 16 rows (so that a gate and its up meet
@@ -16,33 +11,9 @@
 // four lanes' blocks, and activations are stored to shared memory in that order.
 #pragma once
 
-#include "decode_ring_ptx.cuh"
-#include "decode_stream.cuh"
-#include "wgmma_narrow.cuh"
+#include "decode_chunks.cuh"
 
 namespace rose::moe_decode {
-
-constexpr int kTileRows = 64;
-constexpr int kChunkBytes = kTileRows * 128;
-
-struct RingLayout {
-  int x, scale_bytes, scales, barriers, counts, hits, order, total;
-
-  template <int kN, int kGroups, int kStages>
-  __host__ __device__ static RingLayout make(const Call& c) {
-    RingLayout l;
-    l.x = kGroups * kStages * kChunkBytes;
-    l.scale_bytes = kTileRows * (c.columns / 32);
-    l.scales = l.x + (c.columns + 127) / 128 * kN * 256;
-    l.barriers = l.scales + 2 * kGroups * l.scale_bytes;
-    l.hits = l.barriers + (kGroups * kStages * 8 + 15) / 16 * 16;
-    int most = (c.pairs < c.experts ? c.pairs : c.experts) + c.pairs / kN + 1;
-    l.counts = l.hits + most * 16;
-    l.order = l.counts + (c.experts + 1) * 4;
-    l.total = l.order + c.pairs * 4;
-    return l;
-  }
-};
 
 // Copy the activations of a hit to shared memory: tiles of 64 columns by kN rows, K-major with 128-byte swizzle.
 template <int kN, bool kGateUp, int kThreads>
@@ -116,7 +87,6 @@ __global__ void __launch_bounds__(kGroups * 128, 1)
     ring_kernel(const Call c, const __grid_constant__ CUtensorMap codes_map) {
   constexpr int kThreads = kGroups * 128, blocks = kColumns / 32;
   constexpr int kColumnGroups = (kColumns + 127) / 128, kChunks = (kColumnGroups + 1) / 2;
-  static_assert(kStages <= kChunks, "two buffers of scales last while a ring is no longer than a tile");
   extern __shared__ __align__(1024) uint8_t shared[];
   const RingLayout l = RingLayout::make<kN, kGroups, kStages>(c);
   int4* hits = reinterpret_cast<int4*>(shared + l.hits);
@@ -131,41 +101,9 @@ __global__ void __launch_bounds__(kGroups * 128, 1)
   const bool is_issuer = (whole_warp & 3) == (group & 3), is_first_lane = lane == 0;
   const uint32_t full = shared_address(shared + l.barriers) + group * kStages * 8;
 
-  if ((threadIdx.x & 127) == 0) {
-    for (int s = 0; s < kStages; ++s) mbarrier_init(full + 8 * s, 1);
-    mbarrier_init_fence();
-  }
-  if constexpr (kGateUp) {
-    wait_for_kernel_before();
-    // HAZARD: down reads ids before it waits for this kernel. It may: it starts after this line, so the router is done.
-    let_next_kernel_start();
-  }
-  list_hits<kN, kThreads>(c, hits, counts, order, counts + c.experts);
-  const int num_hits = counts[c.experts], tiles = c.rows / kTileRows, total = num_hits * tiles;
-  const int begin = static_cast<int64_t>(total) * blockIdx.x / gridDim.x;
-  const int end = static_cast<int64_t>(total) * (blockIdx.x + 1) / gridDim.x;
-
-  // The issuing warp's place in the sequence of chunks, always kStages ahead of what is multiplied.
-  int next_item = begin + group, next_chunk = 0, next_stage = 0, next_buffer = 0, next_row = 0;
-  const uint32_t ring_at = shared_address(shared) + group * kStages * kChunkBytes;
-  const uint32_t scales_at = shared_address(shared + l.scales) + group * 2 * l.scale_bytes;
-  auto issue = [&] {
-    if (next_item >= end) return;
-    const uint32_t barrier = full + 8 * next_stage;
-    if (next_chunk == 0) {
-      const int number = next_item / tiles;
-      next_row = hits[number].x * c.rows + (next_item - number * tiles) * kTileRows;
-      arrive_expect_if(is_first_lane, barrier, kChunkBytes + l.scale_bytes);
-      bulk_load_if(is_first_lane, scales_at + next_buffer * l.scale_bytes,
-                   static_cast<const uint8_t*>(c.scales) + static_cast<size_t>(next_row) * blocks, l.scale_bytes, barrier);
-      next_buffer ^= 1;
-    } else {
-      arrive_expect_if(is_first_lane, barrier, kChunkBytes);
-    }
-    tma_load_2d_if(is_first_lane, ring_at + next_stage * kChunkBytes, &codes_map, barrier, next_chunk * 128, next_row);
-    if (++next_stage == kStages) next_stage = 0;
-    if (++next_chunk == kChunks) next_chunk = 0, next_item += kGroups;
-  };
+  const Run run = begin_rings<kGateUp, kN, kGroups, kStages>(c, full, hits, counts, order);
+  Issuer<kGroups, kStages, kColumns> issuer(run, l, shared, group, is_first_lane);
+  auto issue = [&] { issuer.issue(c, codes_map, hits, l.scale_bytes); };
   if (is_issuer) {
     for (int s = 0; s < kStages; ++s) issue();
   }
@@ -179,21 +117,21 @@ __global__ void __launch_bounds__(kGroups * 128, 1)
   bool has_waited = kGateUp;
   int buffer = 0, stage = 0;
   uint32_t parity = 0;
-  for (int item = begin; item < end;) {
-    const int number = item / tiles, last = min(end, (number + 1) * tiles);
+  for (int item = run.begin; item < run.end;) {
+    const int number = item / run.tiles, last = min(run.end, (number + 1) * run.tiles);
     const int4 h = hits[number];
     if (!has_waited) {
       wait_for_kernel_before();
       let_next_kernel_start();
       has_waited = true;
     }
-    if (item != begin) __syncthreads();  // everybody has done with the activations of the hit before
+    if (item != run.begin) __syncthreads();  // everybody has done with the activations of the hit before
     load_operand<kN, kGateUp, kThreads>(c, h, order, shared + l.x, kColumnGroups);
     fence_proxy_async();
     __syncthreads();
     const uint32_t x_at = descriptor_low(shared_address(shared + l.x));
     // Items of a run go round the warpgroups whatever the hit.
-    for (int own = item + (group + kGroups - (item - begin) % kGroups) % kGroups; own < last; own += kGroups) {
+    for (int own = item + (group + kGroups - (item - run.begin) % kGroups) % kGroups; own < last; own += kGroups) {
       const uint8_t* scales = lane_scales + buffer * l.scale_bytes;
       buffer ^= 1;
       float d[kN / 2] = {};
@@ -251,7 +189,7 @@ __global__ void __launch_bounds__(kGroups * 128, 1)
       }
       wgmma_wait<0>();
       settle(d);
-      finish_tile<kN, kGateUp>(c, h, own - number * tiles, d, order, place);
+      finish_tile<kN, kGateUp>(c, h, own - number * run.tiles, d, order, place);
     }
     item = last;
   }

@@ -1,4 +1,5 @@
 // Launchers of the decode experts by rings; decode_ring.cuh has the kernel.
+#include "decode_chunks_launch.cuh"
 #include "decode_ring.cuh"
 
 namespace {
@@ -12,25 +13,7 @@ template <bool kGateUp, int kN, int kGroups, int kStages>
 cudaError_t start(const Call& call, int blocks, bool is_dependent, cudaStream_t stream) {
   auto kernel = ring_kernel<kGateUp, kN, kGroups, kStages, kColumns>;
   const int bytes = RingLayout::make<kN, kGroups, kStages>(call).total;
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error != cudaSuccess) return error;
-  CUtensorMap map;
-  const uint64_t sizes[2] = {kColumns / 2, static_cast<uint64_t>(call.experts) * call.rows}, strides[1] = {kColumns / 2};
-  const uint32_t box[2] = {128, kTileRows};
-  error = encode_tensor_map(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, call.codes, sizes, strides, box,
-                            CU_TENSOR_MAP_SWIZZLE_128B);
-  if (error != cudaSuccess) return error;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(blocks);
-  config.blockDim = dim3(kGroups * 128);
-  config.dynamicSmemBytes = bytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = is_dependent ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, call, map);
+  return start_rings(kernel, call, kGroups * 128, bytes, blocks, is_dependent, stream);
 }
 
 template <bool kGateUp>

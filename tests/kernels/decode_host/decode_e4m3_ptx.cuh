@@ -1,4 +1,4 @@
-// The functions of benchmarks/unbound/e4m3_ptx.cuh on a CPU.
+// The functions of benchmarks/unbound/decode_e4m3_ptx.cuh on a CPU.
 #pragma once
 
 #include "decode_ring_ptx.cuh"
@@ -32,11 +32,19 @@ inline uint32_t warp_max(uint32_t v) {
 inline void settle_words(uint32_t (&)[2][4]) {}
 
 // Source: OCP 8-bit floating point specification: exponent bias 7, subnormals in steps of 2^-9, NaN 0x7F.
-inline float value_of_e4m3(uint32_t byte) {
+inline float find_e4m3(uint32_t byte) {
   const int exponent = byte >> 3 & 15, mantissa = byte & 7;
   if ((byte & 0x7F) == 0x7F) return NAN;
   const float magnitude = exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
   return byte & 0x80 ? -magnitude : magnitude;
+}
+inline float value_of_e4m3(uint32_t byte) {
+  static const std::vector<float> values = [] {
+    std::vector<float> found;
+    for (uint32_t i = 0; i < 256; ++i) found.push_back(find_e4m3(i));
+    return found;
+  }();
+  return values[byte];
 }
 inline uint32_t nearest_e4m3(float v) {
   if (v != v) return 0x7F;
@@ -44,7 +52,7 @@ inline uint32_t nearest_e4m3(float v) {
   const int exponent = std::max(magnitude == 0 ? -9 : std::ilogb(magnitude), -6);
   const float rounded = std::ldexp(std::nearbyint(std::ldexp(magnitude, 3 - exponent)), exponent - 3);
   uint32_t byte = 0;
-  while (value_of_e4m3(byte) != rounded) ++byte;
+  while (value_of_e4m3(byte) != rounded) ++byte;  // 0 to 448 come before NaN
   return byte | (std::signbit(v) ? 0x80 : 0);
 }
 inline uint32_t to_e4m3(float a, float b) { return nearest_e4m3(a) | nearest_e4m3(b) << 8; }

@@ -10,33 +10,18 @@
 // 16 + 4t to 19 + 4t; activations are stored in that order.
 #pragma once
 
-#include "../../src/rose/kernels/moe_experts/decode_ring.cuh"
-#include "e4m3_ptx.cuh"
+#include "../../src/rose/kernels/moe_experts/decode_chunks.cuh"
+#include "decode_e4m3_ptx.cuh"
 
 namespace rose::moe_decode {
 
 constexpr int kMostWarps = 16;
 
-struct E4m3Layout {
-  int x, scale_bytes, scales, barriers, factors, largest, counts, hits, order, total;
-
-  template <int kN, int kGroups, int kStages>
-  __host__ __device__ static E4m3Layout make(const Call& c) {
-    E4m3Layout l;
-    l.x = kGroups * kStages * kChunkBytes;
-    l.scale_bytes = kTileRows * (c.columns / 32);
-    l.scales = l.x + (c.columns + 127) / 128 * kN * 256;
-    l.barriers = l.scales + 2 * kGroups * l.scale_bytes;
-    l.factors = l.barriers + (kGroups * kStages * 8 + 15) / 16 * 16;
-    l.largest = l.factors + kN * 4;
-    l.hits = l.largest + 2 * kMostWarps * 4;
-    int most = (c.pairs < c.experts ? c.pairs : c.experts) + c.pairs / kN + 1;
-    l.counts = l.hits + most * 16;
-    l.order = l.counts + (c.experts + 1) * 4;
-    l.total = l.order + c.pairs * 4;
-    return l;
-  }
-};
+// Of its own: the factor of each token, and what the warps find to be the largest of their rows, in two turns.
+template <int kN, int kGroups, int kStages>
+__host__ __device__ RingLayout e4m3_layout(const Call& c) {
+  return RingLayout::make<kN, kGroups, kStages>(c, kN * 4 + 2 * kMostWarps * 4);
+}
 
 // Eight e2m1 codes to E4M3 times 2^-6, even ones and odd ones: the magnitude's three bits land on the two lowest bits
 // of the exponent and the first of the mantissa, which is exact also for 0.5 (a subnormal).
@@ -147,16 +132,15 @@ __device__ __forceinline__ void finish_split_tile(const Call& c, const int4& hit
 template <bool kGateUp, int kN, int kGroups, int kStages, int kColumns>
 __global__ void __launch_bounds__(kGroups * 128, 1)
     e4m3_kernel(const Call c, const __grid_constant__ CUtensorMap codes_map) {
-  constexpr int kThreads = kGroups * 128, blocks = kColumns / 32;
+  constexpr int blocks = kColumns / 32;
   constexpr int kChunks = (blocks + 7) / 8, kLastSteps = (blocks - 8 * (kChunks - 1)) / 2;
   static_assert(kColumns % 64 == 0, "a step is two blocks");
-  static_assert(kStages <= kChunks, "two buffers of scales last while a ring is no longer than a tile");
   extern __shared__ __align__(1024) uint8_t shared[];
-  const E4m3Layout l = E4m3Layout::make<kN, kGroups, kStages>(c);
+  const RingLayout l = e4m3_layout<kN, kGroups, kStages>(c);
   int4* hits = reinterpret_cast<int4*>(shared + l.hits);
   uint16_t* order = reinterpret_cast<uint16_t*>(shared + l.order);
   int* counts = reinterpret_cast<int*>(shared + l.counts);
-  float* factors = reinterpret_cast<float*>(shared + l.factors);
+  float* factors = reinterpret_cast<float*>(shared + l.own);
   const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, g = lane >> 2;
   // Which warp this is, in a way that shows the compiler that all lanes agree: descriptors then stay in uniform
   // registers. For the same reason one lane's instructions are predicated and no branch is taken around them.
@@ -166,41 +150,9 @@ __global__ void __launch_bounds__(kGroups * 128, 1)
   const bool is_issuer = (whole_warp & 3) == (group & 3), is_first_lane = lane == 0;
   const uint32_t full = shared_address(shared + l.barriers) + group * kStages * 8;
 
-  if ((threadIdx.x & 127) == 0) {
-    for (int s = 0; s < kStages; ++s) mbarrier_init(full + 8 * s, 1);
-    mbarrier_init_fence();
-  }
-  if constexpr (kGateUp) {
-    wait_for_kernel_before();
-    // HAZARD: down reads ids before it waits for this kernel. It may: it starts after this line, so the router is done.
-    let_next_kernel_start();
-  }
-  list_hits<kN, kThreads>(c, hits, counts, order, counts + c.experts);
-  const int num_hits = counts[c.experts], tiles = c.rows / kTileRows, total = num_hits * tiles;
-  const int begin = static_cast<int64_t>(total) * blockIdx.x / gridDim.x;
-  const int end = static_cast<int64_t>(total) * (blockIdx.x + 1) / gridDim.x;
-
-  // The issuing warp's place in the sequence of chunks, always kStages ahead of what is multiplied.
-  int next_item = begin + group, next_chunk = 0, next_stage = 0, next_buffer = 0, next_row = 0;
-  const uint32_t ring_at = shared_address(shared) + group * kStages * kChunkBytes;
-  const uint32_t scales_at = shared_address(shared + l.scales) + group * 2 * l.scale_bytes;
-  auto issue = [&] {
-    if (next_item >= end) return;
-    const uint32_t barrier = full + 8 * next_stage;
-    if (next_chunk == 0) {
-      const int number = next_item / tiles;
-      next_row = hits[number].x * c.rows + (next_item - number * tiles) * kTileRows;
-      arrive_expect_if(is_first_lane, barrier, kChunkBytes + l.scale_bytes);
-      bulk_load_if(is_first_lane, scales_at + next_buffer * l.scale_bytes,
-                   static_cast<const uint8_t*>(c.scales) + static_cast<size_t>(next_row) * blocks, l.scale_bytes, barrier);
-      next_buffer ^= 1;
-    } else {
-      arrive_expect_if(is_first_lane, barrier, kChunkBytes);
-    }
-    tma_load_2d_if(is_first_lane, ring_at + next_stage * kChunkBytes, &codes_map, barrier, next_chunk * 128, next_row);
-    if (++next_stage == kStages) next_stage = 0;
-    if (++next_chunk == kChunks) next_chunk = 0, next_item += kGroups;
-  };
+  const Run run = begin_rings<kGateUp, kN, kGroups, kStages>(c, full, hits, counts, order);
+  Issuer<kGroups, kStages, kColumns> issuer(run, l, shared, group, is_first_lane);
+  auto issue = [&] { issuer.issue(c, codes_map, hits, l.scale_bytes); };
   if (is_issuer) {
     for (int s = 0; s < kStages; ++s) issue();
   }
@@ -217,8 +169,8 @@ __global__ void __launch_bounds__(kGroups * 128, 1)
   bool has_waited = kGateUp;
   int buffer = 0, stage = 0;
   uint32_t parity = 0;
-  for (int item = begin; item < end;) {
-    const int number = item / tiles, last = min(end, (number + 1) * tiles);
+  for (int item = run.begin; item < run.end;) {
+    const int number = item / run.tiles, last = min(run.end, (number + 1) * run.tiles);
     const int4 h = hits[number];
     if (!has_waited) {
       wait_for_kernel_before();
@@ -226,12 +178,12 @@ __global__ void __launch_bounds__(kGroups * 128, 1)
       has_waited = true;
     }
     split_operand<kN, kGateUp, kGroups * 4>(c, h, order, shared + l.x, factors,
-                                            reinterpret_cast<uint32_t(*)[kMostWarps]>(shared + l.largest));
+                                            reinterpret_cast<uint32_t(*)[kMostWarps]>(factors + kN));
     fence_proxy_async();
     __syncthreads();
     const uint32_t x_at = descriptor_low(shared_address(shared + l.x));
     // Items of a run go round the warpgroups whatever the hit.
-    for (int own = item + (group + kGroups - (item - begin) % kGroups) % kGroups; own < last; own += kGroups) {
+    for (int own = item + (group + kGroups - (item - run.begin) % kGroups) % kGroups; own < last; own += kGroups) {
       const uint8_t* scales = lane_scales + buffer * l.scale_bytes;
       const uint8_t* under_way = nullptr;  // scales of the step that is being multiplied
       float d[kN / 2] = {};
@@ -285,7 +237,7 @@ __global__ void __launch_bounds__(kGroups * 128, 1)
         scales += 8;
       }
       add(under_way);
-      finish_split_tile<kN, kGateUp>(c, h, own - number * tiles, d, order, factors);
+      finish_split_tile<kN, kGateUp>(c, h, own - number * run.tiles, d, order, factors);
       buffer ^= 1;
     }
     item = last;
