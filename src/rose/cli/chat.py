@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from rose.cli.options import Number
+from rose.cli.options import AnyNumber
 from rose.utils.errors import RoseError
 from rose.utils.text_file import read_text
 from rose.utils.urls import server_root
@@ -46,7 +46,7 @@ class ServerError(RoseError):
     help="JSON list of tools in the form of chat completions; calls are shown, you type their results.",
 )
 @click.option("--effort", help="Reasoning effort: low, medium or high.")
-@click.option("--temperature", type=Number(min=0), help="0 is greedy.")
+@click.option("--temperature", type=AnyNumber(), help="0 is greedy.")
 @click.option("--max-tokens", type=int, help="Most tokens of one answer.")
 @click.option("--seed", type=int, help="Equal seeds give equal answers.")
 @click.option("--no-reasoning", is_flag=True, help="Do not show the reasoning.")

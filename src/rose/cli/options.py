@@ -162,17 +162,27 @@ class NameValue(click.ParamType):
         return name, rest
 
 
-class Number(click.FloatRange):
-    """A number within bounds; nan, which no bound stops, and infinities are none."""
+class AnyNumber(click.types.FloatParamType):
+    """A number; nan and infinities are none."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
         """Read a finite number."""
-        number = click.FLOAT.convert(value, param, ctx)
+        number = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value!r} is no finite number", param, ctx)
-        return super().convert(value, param, ctx)
+        return number
+
+
+class Number(click.FloatRange):
+    """A number within bounds; nan, which no bound stops, is none."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Read a finite number within the bounds."""
+        return super().convert(AnyNumber().convert(value, param, ctx), param, ctx)
 
 
 def as_dict(

@@ -237,8 +237,8 @@ class AnswerResponse:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or stop the work as soon as the client is gone."""
         self._send_body = scope.get(SERVER_SEND, send)
-        writes: HeldWrites | None = scope.get(HELD_WRITES)
-        self._writes = writes or nullcontext()
+        self._connection: HeldWrites | None = scope.get(HELD_WRITES)
+        self._writes = self._connection or nullcontext()
         work = asyncio.ensure_future(self._answer(send))
         gone = asyncio.ensure_future(_until_disconnect(receive))
         try:
@@ -254,9 +254,6 @@ class AnswerResponse:
             results = await asyncio.gather(work, gone, return_exceptions=True)
         if was_done and isinstance(results[0], Exception):
             raise results[0]
-        if was_done and writes is not None:
-            # All is written, and a client that reads slowly may still leave before it has left.
-            writes.if_lost(partial(self._left_late, current_request_id()))
 
     def _left_late(self, request_id: str) -> None:
         self._metrics.disconnected(self._source.endpoint, is_answered=True)
@@ -278,6 +275,9 @@ class AnswerResponse:
             log_failure(bug)
             error = RequestError("internal_error", "the server failed while it wrote this answer")
             await self._fail(error, send)
+        if self._connection is not None:
+            # All is written, and a client that reads slowly may still leave before all of it has left.
+            self._connection.if_lost(partial(self._left_late, current_request_id()))
 
     async def _stream(self, send: Send) -> None:
         async with aclosing(self._source.parts()) as parts:
