@@ -338,22 +338,31 @@ def main() -> int:
     began = time.monotonic()
     build_all()
     bound.say(stage="built", seconds=round(time.monotonic() - began, 1))
-    outcomes = [check_way(way, began + given.seconds * 0.6) for way in wide.SHAPES]
-    lines = [line for outcome in outcomes for line in outcome.pop("errors")]
+    kept: list[dict[str, Any]] = []
+
+    def keep(lines: list[dict[str, Any]]) -> None:
+        """Print and file lines as they come: what was measured stays if time runs out."""
+        kept.extend(lines)
+        for line in lines:
+            bound.say(**line)
+        if given.out:
+            with given.out.open("a") as file:
+                file.writelines(json.dumps(line) + "\n" for line in lines)
+
+    with ThreadPoolExecutor(len(wide.SHAPES)) as pool:
+        deadline = began + given.seconds * 0.6
+        outcomes = list(pool.map(lambda way: check_way(way, deadline), wide.SHAPES))
     for outcome in outcomes:
+        keep(outcome.pop("errors"))
         bound.say(bench="moe_prefill_wide_check", **outcome)
     good = [outcome["way"] for outcome in outcomes if outcome["ok"]]
     for options in plans(good):
         left = began + given.seconds - time.monotonic()
         text, ended = bound.child(options, max(left, 5.0), __file__)
-        print(text, flush=True) if ended != "exit 0" else None
-        lines += [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-    if given.out:
-        with given.out.open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
-    for line in lines:
-        bound.say(**line)
-    print(table([line for line in lines if "median_us" in line]), flush=True)
+        keep([json.loads(line) for line in text.splitlines() if line.startswith("{")])
+        if ended != "exit 0":
+            bound.say(options=options, ended=ended, words=text.splitlines()[-3:])
+    print(table([line for line in kept if "median_us" in line]), flush=True)
     bound.say(seconds=round(time.monotonic() - began, 1), wrong=len(outcomes) - len(good))
     return int(len(good) < len(outcomes))
 
