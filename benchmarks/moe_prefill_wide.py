@@ -77,29 +77,6 @@ WITHOUT = {
 """The kernel taken apart: wrong results, but their time says what a part costs."""
 
 
-def experts_call(
-    library: wide.WideLibrary, shape: wide.Shape, arguments: dict[str, Any], weights: wide.WideExperts
-) -> Callable[[], Tensor]:  # fmt: skip
-    """Return the whole operation as a closure."""
-    fused, plain = FusedLibrary(), weights.weights
-    limit, out = arguments["swiglu_limit"], arguments["out_TD"]
-    ids = arguments["expert_ids_TK"]
-
-    def call() -> Tensor:
-        table = fused.sort_by_expert(ids, num_experts=plain.gate_up.shape[0], block_m=shape.rows)
-        hidden = library.gate_up(
-            *library.quantize_rows(arguments["x_TD"], table), table, matrix=weights.gate_up,
-            bias_EF=plain.gate_up_bias_EF, alpha=arguments["swiglu_alpha"], limit=limit, shape=shape,
-        )  # fmt: skip
-        y = library.down(
-            hidden, table, matrix=weights.down, bias_ED=plain.down_bias_ED, limit=limit, shape=shape
-        )
-        fused.combine(y, table, arguments["expert_weights_TK"], out_TD=out)
-        return out
-
-    return call
-
-
 def distance(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm())
 
@@ -166,9 +143,11 @@ def walk(rung: Rung, way: str) -> Iterator[tuple[str, Callable[[], list[str | No
         return [problem("y", y[:count], wanted, 6e-3, 1.2e-2)]
 
     def whole() -> list[str | None]:
-        call = experts_call(library, shape, arguments, weights)
-        found = [call().clone() for _ in range(2)]
-        torch.cuda.synchronize()
+        found = []
+        for _ in range(2):
+            wide.run_experts(library, **{**arguments, "weights": weights}, shape=shape)
+            torch.cuda.synchronize()
+            found.append(arguments["out_TD"].clone())
         exact = torch.empty_like(arguments["out_TD"], dtype=torch.float32)
         reference(**{**arguments, "out_TD": exact})
         cuda_swapped.run_experts(SwappedLibrary(), **{**arguments, "weights": with_offsets(plain)})
@@ -219,7 +198,9 @@ def stages_of(
         "down": lambda: library.down(
             hidden, table, matrix=weights.down, bias_ED=plain.down_bias_ED, limit=limit, shape=shape
         ),
-        "whole": experts_call(library, shape, arguments, weights),
+        "whole": lambda: wide.run_experts(
+            library, **{**arguments, "weights": weights}, shape=shape
+        ),
     }
 
 

@@ -6,6 +6,7 @@ Sort, combine and the order of columns are those of the bound experts (cuda_fuse
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from torch.nn.functional import pad
 
 from rose.kernels.build import CudaLibrary
 from rose.kernels.formats import FormattedTensor
+from rose.kernels.moe_experts.cuda_fused import FusedLibrary
 from rose.kernels.moe_experts.mxfp4_tiles import CHUNK, multipliers, top_exponents
 from rose.kernels.moe_experts.rows import RowTable
 from rose.kernels.weights import ExpertWeights
@@ -77,6 +79,12 @@ class WideExperts:
     weights: ExpertWeights
     gate_up: WideMatrix
     down: WideMatrix
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held besides the weights, which other implementations share."""
+        both = (self.gate_up, self.down)
+        return sum(m.offsets.numel() + 4 * m.row_scales.numel() for m in both)
 
 
 def prepare(weights: ExpertWeights) -> WideExperts:
@@ -142,14 +150,20 @@ def hidden_scale(limit: float) -> float:
 
 
 class WideLibrary:
-    """The launchers of wide_sm90.cu on torch tensors."""
+    """The launchers of wide_sm90.cu on torch tensors; sort and combine are the fused library's."""
 
     def __init__(self, library: CudaLibrary | None = None, *, defines: Sequence[str] = ()) -> None:
         self.library = library or CudaLibrary(SOURCE, defines=defines)
+        self.fused = FusedLibrary(defines=defines)
         launcher = self.library.launcher
         self._quantize = launcher("launch_quantize_tokens", "ppppiiip")
         self._gate_up = launcher("launch_wide_gate_up", "ppfippppipppiiiiiiipfffp")
         self._down = launcher("launch_wide_down", "ppfippppipppiiiiiiipp")
+
+    def build(self) -> None:
+        """Compile both sources unless they are compiled."""
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(CudaLibrary.build, (self.library, self.fused.library)))
 
     def quantize_rows(self, x_TD: Tensor, table: RowTable) -> tuple[Tensor, Tensor]:
         """Quantise each token once, with one scale, and copy it to its rows in the order that the products read.
@@ -189,6 +203,34 @@ class WideLibrary:
             y_RD.data_ptr(), _stream(),
         )  # fmt: skip
         return y_RD
+
+
+def run_experts(
+    library: WideLibrary,
+    x_TD: Tensor,
+    expert_ids_TK: Tensor,
+    expert_weights_TK: Tensor,
+    *,
+    weights: WideExperts,
+    swiglu_alpha: float,
+    swiglu_limit: float,
+    out_TD: Tensor,
+    shape: Shape,
+) -> None:
+    """The whole operation; weights come as `prepare` makes them."""
+    if x_TD.shape[0] == 0:
+        return
+    up, down, plain = weights.gate_up, weights.down, weights.weights
+    table = library.fused.sort_by_expert(expert_ids_TK, num_experts=up.shape[0], block_m=shape.rows)
+    x_RD, scales_R = library.quantize_rows(x_TD, table)
+    hidden_RI = library.gate_up(
+        x_RD, scales_R, table, matrix=up, bias_EF=plain.gate_up_bias_EF,
+        alpha=swiglu_alpha, limit=swiglu_limit, shape=shape,
+    )  # fmt: skip
+    y_RD = library.down(
+        hidden_RI, table, matrix=down, bias_ED=plain.down_bias_ED, limit=swiglu_limit, shape=shape
+    )
+    library.fused.combine(y_RD, table, expert_weights_TK, out_TD=out_TD)
 
 
 def operands(

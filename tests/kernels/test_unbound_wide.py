@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -246,6 +247,32 @@ def test_the_model_notices_mistakes(tmp_path: Path, old: str, new: str, words: s
     problem, found, wanted = experts(library, [70, 0, 140], 448, 192)
     assert words in problem
     assert problem or not is_right(found, wanted)
+
+
+TRIAL = """
+import cuda_wide_trial, unbound.wide
+from rose.kernels import registry
+from rose.utils.device import DeviceFacts
+cuda_wide_trial.register_shape(unbound.wide.SHAPES["wide"])
+hopper = DeviceFacts(kind="cuda", name="made up", capability=(9, 0))
+formats = {"activation": "bf16", "weight": "mxfp4"}
+for inner in (2880, 2944):
+    sizes = {"D": 2880, "I": inner, "E": 128, "K": 4}
+    bound = registry.bind("moe_experts", formats=formats, sizes=sizes, device=hopper)
+    print({i.name for r, i in bound.table.items() if r.phase == "prefill"})
+"""
+
+
+@pytest.mark.slow
+def test_a_trial_takes_the_place_of_the_bound_experts_where_sizes_allow_it() -> None:
+    # In a process of its own: what it registers stays registered.
+    root = UNBOUND.parents[1]
+    paths = os.pathsep.join((str(root / "src"), str(UNBOUND.parent)))
+    done = subprocess.run(
+        [sys.executable, "-c", TRIAL], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": paths},
+    )  # fmt: skip
+    assert done.stdout.split("\n")[:2] == ["{'cuda_wide'}", "{'cuda_swapped'}"], done.stderr
 
 
 @pytest.mark.slow
