@@ -39,9 +39,12 @@ def test_kv_in_e4m3_is_the_reference_that_rounds_it(tmp_path):
     # A few of some hundred thousand numbers lie so close to the middle that float32 sums decide.
     assert errors["prefill_against_rounded"] < errors["reference_kv_rounded"] / 10
     assert errors["decode_against_rounded"] < errors["decode_after_prefill"] / 10
-    assert (
-        ratios(errors)["decode"]
-        == errors["decode_against_rounded"] / errors["pytorch_bf16_last_tokens"]
+    # PyTorch in bf16 is no nearer to a reference that rounds KV, when it rounds KV too: bits of bf16 decide where.
+    assert errors["pytorch_bf16_kv_rounded"] > errors["pytorch_bf16"] / 2
+    found = ratios(errors)
+    assert found["prefill"] == errors["prefill_against_rounded"] / errors["pytorch_bf16_kv_rounded"]
+    assert found["decode"] == (
+        errors["decode_against_rounded"] / errors["pytorch_bf16_kv_rounded_last_tokens"]
     )
 
 

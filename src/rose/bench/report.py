@@ -292,8 +292,8 @@ def _accuracy(results: Results) -> list[str]:
     heads = ["model", "run", *ERRORS.values(), "prefill / bf16", "decode / bf16", "configuration"]
     text = (
         "Relative errors of the logits. Ratios: prefill against the reference that rounds as its kernels do, "
-        "decode against the plain one (that with rounded KV, where the cache rounds), each over PyTorch in bf16; the "
-        "limit is 1.2."
+        "decode against the plain one, each over PyTorch in bf16; the limit is 1.2. Where the cache rounds KV, all of "
+        "these round it too."
     )
     return ["## Accuracy", text, table(heads, rows)] if rows else []
 
