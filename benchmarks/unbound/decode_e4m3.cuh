@@ -185,18 +185,17 @@ __global__ void __launch_bounds__(kGroups * 128, 1)
     // Items of a run go round the warpgroups whatever the hit.
     for (int own = item + (group + kGroups - (item - run.begin) % kGroups) % kGroups; own < last; own += kGroups) {
       const uint8_t* scales = lane_scales + buffer * l.scale_bytes;
-      const uint8_t* under_way = nullptr;  // scales of the step that is being multiplied
+      uint32_t exponents[2][2] = {};  // of the step that is being multiplied: of its two blocks, even rows and odd ones
       float d[kN / 2] = {};
       float sums[2][kN / 2];  // of the two blocks of a step
       uint32_t a[2][2][4];    // while one step is multiplied the next is unpacked
       // Wait for the products of a step and add them up, times the scales of their blocks.
-      auto add = [&](const uint8_t* pair_scales) {
+      auto add = [&] {
         wgmma_wait<0>();
 #pragma unroll
         for (int b = 0; b < 2; ++b) {
           settle(sums[b]);
-          const float first = __uint_as_float(static_cast<uint32_t>(pair_scales[first_offset + b]) << 23);
-          const float second = __uint_as_float(static_cast<uint32_t>(pair_scales[second_offset + b]) << 23);
+          const float first = __uint_as_float(exponents[b][0] << 23), second = __uint_as_float(exponents[b][1] << 23);
 #pragma unroll
           for (int i = 0; i < kN / 2; ++i) d[i] += sums[b][i] * (i & 2 ? second : first);
         }
@@ -223,7 +222,7 @@ __global__ void __launch_bounds__(kGroups * 128, 1)
           codes_to_e4m3(codes[s].z, now[1][0], now[1][2]);
           codes_to_e4m3(codes[s].w, now[1][1], now[1][3]);
           settle_words(now);  // before the wait, not after it
-          if (s > 0 || chunk > 0) add(under_way);
+          if (s > 0 || chunk > 0) add();
           wgmma_fence();
 #pragma unroll
           for (int b = 0; b < 2; ++b) {
@@ -232,11 +231,15 @@ __global__ void __launch_bounds__(kGroups * 128, 1)
             wgmma_e4m3_narrow<kN, true>(sums[b], now[b], whole_descriptor(x_block + kN * 128 / 16));
           }
           wgmma_commit();
-          under_way = scales + 2 * s;
+          // Asked for while the products run.
+#pragma unroll
+          for (int b = 0; b < 2; ++b) {
+            exponents[b][0] = scales[2 * s + b + first_offset], exponents[b][1] = scales[2 * s + b + second_offset];
+          }
         }
         scales += 8;
       }
-      add(under_way);
+      add();
       finish_split_tile<kN, kGateUp>(c, h, own - number * run.tiles, d, order, factors);
       buffer ^= 1;
     }
