@@ -91,9 +91,9 @@ def test_runs_with_a_kv_format_of_their_own_are_named_so():
     plain = {"weights": "mxfp4", "activations": "float32", "kv": "float32"}
     runs = [
         {**plain, **kv, "tasks": {"copy": 1.0}, "reasoning_characters": {}}
-        for kv in ({}, {"kv": "fp8_e4m3"})
+        for kv in ({}, {"projections": "fp8_block", "kv": "fp8_e4m3"})
     ]
-    second = "mxfp4, KV fp8_e4m3"
+    second = "mxfp4, projections fp8_block, KV fp8_e4m3"
     assert table(runs)[0] == ["task", "mxfp4", second, f"{second} - mxfp4"]
 
 

@@ -27,6 +27,21 @@ def test_formats_by_role(weights, experts, projection):
     assert s.of_role("norm") is s.of_role("sinks") is FLOAT32
 
 
+@pytest.mark.parametrize("weights", ["mxfp4", "fp8_block_all", "float32"])
+@pytest.mark.parametrize(("projections", "dense"), [("fp8_block", FP8_BLOCK), ("bf16", BF16)])
+def test_projections_and_head_may_have_a_format_of_their_own(weights, projections, dense):
+    plain = scheme(QuantConfig(weights=weights, activations="bf16"))
+    s = scheme(QuantConfig(weights=weights, projections=projections, activations="bf16"))
+    assert (s.experts, s.projection, s.head) == (plain.experts, dense, dense)
+
+
+def test_a_format_that_projections_cannot_have_is_refused_with_those_they_can():
+    with pytest.raises(
+        ConfigError, match=r"projections='mxfp4' .* allowed: bf16, fp8_block; change"
+    ):
+        QuantConfig(projections="mxfp4")
+
+
 def test_every_format_and_role_is_known():
     for weights in WEIGHT_FORMATS[1:]:
         for role in ROLES:

@@ -209,8 +209,10 @@ def test_memory_that_others_hold_is_told():
 
 
 @pytest.mark.parametrize("weights", ["mxfp4", "bf16", "fp8_block", "fp8_block_all", "float32"])
-def test_planned_weights_are_those_of_the_loaded_model(folder, weights):
-    loaded = load.load_model(_small(folder, quant=QuantConfig(weights=weights)), HOST, print)
+@pytest.mark.parametrize("projections", [None, "fp8_block"])
+def test_planned_weights_are_those_of_the_loaded_model(folder, weights, projections):
+    quant = QuantConfig(weights=weights, projections=projections)
+    loaded = load.load_model(_small(folder, quant=quant), HOST, print)
     assert loaded.planned.use.weights == loaded.model.weight_bytes > 0
 
 

@@ -29,14 +29,15 @@ class BenchSetup:
     device: DeviceFacts
     seed: int
     is_option: bool = False
-    """Its lines are marked as options, beside the score table: KV is narrower than bf16, layers were cut off, or a step
-    holds other than the usual tokens."""
+    """Its lines are marked as options, beside the score table: KV is narrower than bf16, projections have a format of
+    their own, layers were cut off, or a step holds other than the usual tokens."""
 
     @property
     def name(self) -> str:
         """Name of the serving configuration, for the result lines."""
         quant, tokens = self.config.quant, self.config.scheduler.step_tokens
-        words = f"weights={quant.weights} activations={quant.activations} kv={quant.kv}"
+        dense = "" if quant.projections is None else f"projections={quant.projections} "
+        words = f"weights={quant.weights} {dense}activations={quant.activations} kv={quant.kv}"
         return words if tokens == GPU_TOKENS[0] else f"{words} step={tokens}"
 
 
@@ -44,6 +45,7 @@ def setup(
     *,
     size: str,
     weights: str,
+    projections: str | None = None,
     kv: str = "auto",
     device: str,
     only: dict[str, str] | None = None,
@@ -62,7 +64,7 @@ def setup(
         model=f"synthetic gpt-oss-{size}",
         device=device,
         use_graphs=graphs,
-        quant=QuantConfig(weights=weights, kv=kv),
+        quant=QuantConfig(weights=weights, projections=projections, kv=kv),
         cache=CacheConfig(kv_tokens=kv_tokens, prefix_cache=prefix_cache),
         scheduler=SchedulerConfig(
             max_step_tokens=max_step_tokens, max_mixed_tokens=max_mixed_tokens
@@ -77,7 +79,8 @@ def setup(
         seed=seed,
         is_option=layers is not None
         or max_step_tokens != GPU_TOKENS[0]
-        or config.quant.kv == "fp8_e4m3",
+        or config.quant.kv == "fp8_e4m3"
+        or config.quant.projections is not None,
     )
 
 

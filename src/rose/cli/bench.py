@@ -48,6 +48,8 @@ _setup_options = (
     click.option("--size", type=Choice(SIZES), default="tiny", show_default=True,
                  help="Shape of the model."),
     click.option("--weights", default="mxfp4", show_default=True, help="Resident weight format."),
+    click.option("--projections", help="Format of projections and head; default: what --weights says. "
+                 "Lines with one of their own are marked as options."),
     click.option("--kv", default="auto", show_default=True,
                  help="Format of the KV cache; auto: the activations'. Lines with fp8_e4m3 are marked as options."),
     click.option("--device", type=Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),

@@ -17,6 +17,7 @@ from rose.config.engine import EngineConfig
 from rose.utils.errors import ConfigError
 
 FORMATS = ("auto", "mxfp4", "bf16", "fp8_block", "fp8_block_all")
+PROJECTIONS = ("auto", "bf16", "fp8_block")
 KV_FORMATS = ("auto", "bf16", "fp8_e4m3")
 
 
@@ -27,6 +28,12 @@ KV_FORMATS = ("auto", "bf16", "fp8_e4m3")
     multiple=True,
     type=Choice(FORMATS),
     help="Format of the weights in memory; give it again to compare formats.  [default: auto]",
+)
+@click.option(
+    "--projections",
+    multiple=True,
+    type=Choice(PROJECTIONS),
+    help="Format of projections and head, auto: what --weights says; give it again to compare.  [default: auto]",
 )
 @click.option(
     "--kv",
@@ -61,6 +68,7 @@ KV_FORMATS = ("auto", "bf16", "fp8_e4m3")
 def evaluate(
     folder: Path | None,
     weights: tuple[str, ...],
+    projections: tuple[str, ...],
     kvs: tuple[str, ...],
     url: str | None,
     tasks: tuple[str, ...],
@@ -72,14 +80,14 @@ def evaluate(
 
     Without --task also the perplexities of fixed texts, and how far their log-probabilities are from the stored ones.
     """
-    _check(folder, weights + kvs, url, tasks)
+    _check(folder, weights + projections + kvs, url, tasks)
     _check_options_count(url=url, is_stored=is_stored)
     if is_stored:
         from rose.eval.run import store_float64
 
         click.echo(f"wrote {store_float64(folder or EMBEDDED_MODEL)}")
         return
-    formats = list(product(weights or ("auto",), kvs or ("auto",)))
+    formats = list(product(*(given or ("auto",) for given in (weights, projections, kvs))))
     runs = _runs(folder or EMBEDDED_MODEL, formats, url, tasks, **options)
     _print(runs)
     if path is not None:
@@ -107,7 +115,8 @@ def _check(
         )
     if url is not None and (folder is not None or formats):
         problems.append(
-            "--url was given with MODEL, --weights or --kv; a server has chosen its formats; leave one of them out"
+            "--url was given with MODEL, --weights, --projections or --kv; a server has chosen its formats; "
+            "leave one of them out"
         )
     if problems:
         raise ConfigError(problems)
@@ -121,7 +130,16 @@ def _check_options_count(*, url: str | None, is_stored: bool) -> None:
         for p in context.command.params
         if p.name and context.get_parameter_source(p.name) is ParameterSource.COMMANDLINE
     }
-    questions = typed & {"--weights", "--kv", "--url", "--task", "--count", "--seed", "--json"}
+    questions = typed & {
+        "--weights",
+        "--projections",
+        "--kv",
+        "--url",
+        "--task",
+        "--count",
+        "--seed",
+        "--json",
+    }
     if is_stored and questions:
         raise ConfigError(
             f"--store asks no questions, and {', '.join(sorted(questions))} would mean nothing; leave one of them out"
@@ -138,26 +156,27 @@ def _check_options_count(*, url: str | None, is_stored: bool) -> None:
 
 def _runs(
     folder: Path,
-    formats: list[tuple[str, str]],
+    formats: list[tuple[str, ...]],
     url: str | None,
     tasks: tuple[str, ...],
     **options: Any,
 ) -> list[dict[str, Any]]:
+    from rose.config.quant import QuantConfig
     from rose.eval.run import evaluate_folder, evaluate_server, questions
     from rose.eval.tasks import TEXTS
 
     examples = questions(tasks, options["count"], seed=options["seed"])
     runs = []
-    for weights, kv in formats:
+    for weights, projections, kv in formats:
         begin = time.perf_counter()
         if url is not None:
             run = evaluate_server(url, examples, api_key=options["api_key"])
         else:
+            dense = None if projections == "auto" else projections
             run = evaluate_folder(
                 folder,
-                weights,
+                QuantConfig(weights=weights, projections=dense, kv=kv),
                 examples,
-                kv=kv,
                 device=options["device"],
                 has_texts=not tasks or TEXTS in tasks,
             )

@@ -8,6 +8,7 @@ from rose.utils.errors import ConfigError
 
 ACTIVATION_FORMATS = ("auto", "bf16", "float32", "float64")
 """float64 is for tests."""
+PROJECTION_FORMATS = ("bf16", "fp8_block")
 KV_FORMATS = (*ACTIVATION_FORMATS, "fp8_e4m3")
 WEIGHT_FORMATS = ("auto", "mxfp4", "bf16", "fp8_block", "fp8_block_all", "float32")
 
@@ -19,6 +20,9 @@ class QuantConfig:
     weights: str = "auto"
     """Experts: mxfp4 keeps the checkpoint's; fp8_block converts; fp8_block_all also projections and head.
     auto: what the checkpoint holds. bf16 and float32 expand everything."""
+    projections: str | None = None
+    """Projections of attention, and the head: bf16, or fp8_block (half the bytes, and less exact:
+    docs/numerics.md). None: what `weights` says."""
     activations: str = "auto"
     """bf16, or float32 (tests, CPU); auto: bf16 on CUDA, float32 on a CPU."""
     kv: str = "auto"
@@ -40,8 +44,19 @@ class QuantConfig:
                 problems.append(
                     f"{name}={value!r} is not a format; allowed: {', '.join(formats)}; change quant.{name}"
                 )
+        if self.projections not in (None, *PROJECTION_FORMATS):
+            problems.append(
+                f"projections={self.projections!r} is not a format; allowed: {', '.join(PROJECTION_FORMATS)}; "
+                "change quant.projections"
+            )
         if problems:
             raise ConfigError(problems)
+
+    @property
+    def projection_format(self) -> str:
+        """Format of projections and head; bf16 where `weights` is still undecided."""
+        decided = {"fp8_block_all": "fp8_block", "float32": "float32"}.get(self.weights, "bf16")
+        return self.projections or decided
 
     @property
     def kv_element(self) -> str:

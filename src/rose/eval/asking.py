@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from rose.config.quant import QuantConfig
 from rose.eval.examples import Example
 from rose.eval.scoring import Reply
 from rose.eval.tool_tasks import compact
@@ -30,9 +31,8 @@ def token_limit(example: Example) -> int:
 class EngineAsker:
     """The engine in this process."""
 
-    def __init__(self, folder: Path, *, weights: str, kv: str = "auto", device: str) -> None:
+    def __init__(self, folder: Path, *, quant: QuantConfig, device: str) -> None:
         from rose.config.engine import EngineConfig
-        from rose.config.quant import QuantConfig
         from rose.engine.engine import LLMEngine
         from rose.frontend.formatters.registry import build_formatter
         from rose.frontend.tokenizer import load_tokenizer
@@ -42,7 +42,6 @@ class EngineAsker:
 
         self.tokenizer = load_tokenizer(folder)
         self._formatter = build_formatter("harmony", self.tokenizer)
-        quant = QuantConfig(weights=weights, kv=kv)
         config = EngineConfig(model=str(folder), device=device, quant=quant)
         config = config.resolve(detect(device), checkpoint_format=checkpoint_format(folder))
         self.quant = config.quant

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rose.config.quant import QuantConfig
 from rose.eval.asking import EngineAsker, HttpAsker
 from rose.eval.examples import Example
 from rose.eval.scoring import summary
@@ -31,26 +32,18 @@ def evaluate_server(
 
 
 def evaluate_folder(
-    folder: Path,
-    weights: str,
-    examples: Sequence[Example],
-    *,
-    kv: str = "auto",
-    device: str,
-    has_texts: bool,
+    folder: Path, quant: QuantConfig, examples: Sequence[Example], *, device: str, has_texts: bool
 ) -> dict[str, Any]:
-    """Ask the engine on the weights of a folder, held in a format, as is the KV cache.
-
-    `has_texts`: compare the fixed texts too.
-    """
+    """Ask the engine on the weights of a folder, in these formats; `has_texts`: compare the fixed texts too."""
     from rose.eval.logprobs import compare
 
-    asker = EngineAsker(folder, weights=weights, kv=kv, device=device)
+    asker = EngineAsker(folder, quant=quant, device=device)
     replies = asker.ask(examples)
     model = asker.engine.model
     return {
         "model": folder.name,
-        "weights": weights,
+        "weights": quant.weights,
+        "projections": quant.projections,
         "device": str(model.device),
         "activations": asker.quant.activations,
         "kv": asker.quant.kv,
@@ -63,7 +56,6 @@ def store_float64(folder: Path) -> Path:
     """Write the log-probabilities of the float64 reference into the folder."""
     import torch
 
-    from rose.config.quant import QuantConfig
     from rose.eval.logprobs import store
     from rose.frontend.tokenizer import load_tokenizer
     from rose.models.gpt_oss.original import reference_config, weights_of
@@ -99,9 +91,12 @@ def table(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 
 def _name(run: dict[str, Any]) -> str:
-    weights = run.get("weights", "served")
-    is_plain = run.get("kv") == run.get("activations")
-    return weights if is_plain else f"{weights}, KV {run['kv']}"
+    words = [run.get("weights", "served")]
+    if run.get("projections") is not None:
+        words.append(f"projections {run['projections']}")
+    if run.get("kv") != run.get("activations"):
+        words.append(f"KV {run['kv']}")
+    return ", ".join(words)
 
 
 def _cells(values: Sequence[float], plain: str, signed: str) -> list[str]:

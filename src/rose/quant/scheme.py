@@ -50,11 +50,11 @@ def scheme(quant: QuantConfig) -> QuantScheme:
                 for name in undecided
             ]
         )
-    everywhere = {"fp8_block_all": FP8_BLOCK, "float32": FLOAT32}.get(quant.weights, BF16)
+    dense = FORMATS[quant.projection_format]
     experts = FP8_BLOCK if quant.weights == "fp8_block_all" else FORMATS[quant.weights]
     return QuantScheme(
         experts=experts,
-        projection=everywhere,
-        head=everywhere,
+        projection=dense,
+        head=dense,
         activations=_ACTIVATIONS[quant.activations],
     )

@@ -19,7 +19,9 @@ GIB = 1 << 30
 
 def _weights(config: EngineConfig) -> str:
     activations = config.quant.activations
-    text = f"experts in {config.quant.weights}, relayouts included"
+    experts, dense = config.quant.weights, config.quant.projections
+    also = "" if dense is None else f", projections and head in {dense}"
+    text = f"experts in {experts}{also}, relayouts included"
     # What a file holds in 4 bits a number then takes 32: somebody would look for the difference.
     return text if activations == "bf16" else f"{text}: copies in {activations} for a CPU's kernels"
 
