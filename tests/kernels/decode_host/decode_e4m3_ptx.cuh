@@ -8,15 +8,9 @@ namespace rose::moe_decode {
 inline uint4 load_matrices(uint32_t address) {
   if (address % 16) std::abort();
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const std::array<uint32_t, 32> addresses = gather(address);
   uint32_t found[4];
-  for (int m = 0; m < 4; ++m) {
-    uint32_t from = 0;
-    for (int row = 0; row < 8; ++row) {
-      const uint32_t theirs = exchange(address, 8 * m + row);
-      if (row == g) from = theirs;
-    }
-    std::memcpy(&found[m], shared + from + 4 * t, 4);
-  }
+  for (int m = 0; m < 4; ++m) std::memcpy(&found[m], shared + addresses[8 * m + g] + 4 * t, 4);
   return {found[0], found[1], found[2], found[3]};
 }
 
@@ -25,9 +19,8 @@ inline uint32_t larger_magnitudes(uint32_t a, uint32_t b) {
   return low | high << 16;
 }
 inline uint32_t warp_max(uint32_t v) {
-  uint32_t most = 0;
-  for (int i = 0; i < 32; ++i) most = std::max(most, exchange(v, i));
-  return most;
+  const std::array<uint32_t, 32> all = gather(v);
+  return *std::max_element(all.begin(), all.end());
 }
 inline void settle_words(uint32_t (&)[2][4]) {}
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <barrier>
 #include <cmath>
@@ -108,15 +109,21 @@ inline Warp& my_warp() { return *block->warps[threadIdx.x / 32]; }
 inline void __syncthreads() { block->all.arrive_and_wait(); }
 inline void __syncwarp() { my_warp().step.arrive_and_wait(); }
 
+// What every lane of the warp has.
 template <class T>
-T exchange(T v, int from) {
+std::array<T, 32> gather(T v) {
+  static_assert(sizeof(T) == 4);
   Warp& w = my_warp();
   std::memcpy(&w.slots[threadIdx.x & 31][0], &v, 4);
   w.step.arrive_and_wait();
-  T found;
-  std::memcpy(&found, &w.slots[from & 31][0], 4);
+  std::array<T, 32> found;
+  for (int i = 0; i < 32; ++i) std::memcpy(&found[i], &w.slots[i][0], 4);
   w.step.arrive_and_wait();
   return found;
+}
+template <class T>
+T exchange(T v, int from) {
+  return gather(v)[from & 31];
 }
 template <class T>
 T __shfl_sync(unsigned, T v, int from) {
@@ -128,7 +135,8 @@ T __shfl_up_sync(unsigned, T v, int d) {
   return exchange(v, lane >= d ? lane - d : lane);
 }
 inline unsigned __match_any_sync(unsigned, int v) {
+  const std::array<int, 32> all = gather(v);
   unsigned mask = 0;
-  for (int i = 0; i < 32; ++i) mask |= unsigned(exchange(v, i) == v) << i;
+  for (int i = 0; i < 32; ++i) mask |= unsigned(all[i] == v) << i;
   return mask;
 }
