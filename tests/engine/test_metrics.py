@@ -14,13 +14,15 @@ from rose.engine.metrics import Histogram
 from rose.protocol.event import EngineStatus
 from rose.protocol.request import Request
 from rose.protocol.sampling_params import SamplingParams
+from rose.utils.errors import ConfigError
 
 
-def _engine(is_overlapped=False):
+def _engine(is_overlapped=False, page_tokens=16, context_tokens=None):
     config = EngineConfig(
         model="fake",
         device="cpu",
-        cache=CacheConfig(page_tokens=16, kv_tokens=512),
+        context_tokens=context_tokens,
+        cache=CacheConfig(page_tokens=page_tokens, kv_tokens=512),
         scheduler=SchedulerConfig(max_step_tokens=64, max_mixed_tokens=64, max_sequences=2),
     )
     return LLMEngine.from_model(FakeModel(), config, is_overlapped=is_overlapped)
@@ -69,3 +71,15 @@ def test_measuring_a_machine_leaves_no_trace_in_the_counts():
     assert (status.num_steps, status.num_prompt_tokens, status.num_queried_tokens) == (0, 0, 0)
     assert (status.kv_pages_used, status.kv_pages_idle) == (0, 0)
     assert engine.clock.step_s > 0
+
+
+@pytest.mark.parametrize("context_tokens", [2, 3, 5, 50])
+def test_a_machine_is_measured_within_the_shortest_context(context_tokens):
+    engine = _engine(page_tokens=64, context_tokens=context_tokens)
+    engine.measure_steps()
+    assert engine.clock.step_s > 0
+
+
+def test_a_context_without_room_for_an_answer_is_refused():
+    with pytest.raises(ConfigError, match="context_tokens=1; allowed: 2 or more"):
+        EngineConfig(model="fake", context_tokens=1)

@@ -56,9 +56,10 @@ class EngineConfig:
             problems.append(
                 f"device {self.device!r} is not known; allowed: {', '.join(DEVICES)}; change device"
             )
-        if self.context_tokens is not None and self.context_tokens < 1:
+        if self.context_tokens is not None and self.context_tokens < 2:
             problems.append(
-                f"context_tokens={self.context_tokens}; allowed: 1 or more; change context_tokens"
+                f"context_tokens={self.context_tokens}; allowed: 2 or more, of prompt and answer together; "
+                "change context_tokens"
             )
         if problems:
             raise ConfigError(problems)

@@ -257,13 +257,14 @@ class LLMEngine:
     def measure_steps(self) -> None:
         """Run a short request so that `clock` knows this machine; counts nothing and leaves no page behind."""
         # Prompt and answer end before a page is full, so that the prefix cache gets none.
-        most = min(self.table.layout.page_tokens, self.table.max_tokens)
-        num_tokens = min(MEASURED_TOKENS, most - 4)
+        longest = min(self.table.max_tokens, self.limits.context_tokens)
+        most = min(self.table.layout.page_tokens, longest)
+        num_tokens = max(1, min(MEASURED_TOKENS, most - 4))
         sampling = SamplingParams(temperature=0.0)
         request = Request(
             request_id="measure",
-            prompt_token_ids=[0] * max(1, num_tokens),
-            max_tokens=3,
+            prompt_token_ids=[0] * num_tokens,
+            max_tokens=min(3, most - num_tokens),
             sampling=sampling,
             cache_salt="measure",
         )

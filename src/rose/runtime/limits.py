@@ -16,9 +16,9 @@ def context_limit(config: EngineConfig, model: ModelConfig) -> int:
     asked = config.context_tokens
     if asked is None:
         return model.context_tokens
-    if not 1 <= asked <= model.context_tokens:
+    if asked > model.context_tokens:
         raise ConfigError(
-            f"context_tokens={asked}; the model takes {model.context_tokens}; allowed: 1 to that; "
+            f"context_tokens={asked}; the model takes {model.context_tokens}; allowed: 2 to that; "
             "change context_tokens"
         )
     return asked
