@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fakes import decode_experts
 from rose.kernels import build
 from rose.kernels.moe_experts.cuda_decode_calls import Launch
 from rose.kernels.moe_experts.reference import reference, swiglu
@@ -136,6 +137,22 @@ def test_without_time_nothing_is_decided(script, monkeypatch, tmp_path):
     (decision,), _ = _decide(script, monkeypatch, tmp_path, kinds, seconds=-1.0)
     assert decision.verdict == "no time"
     assert decision.late == 2
+
+
+@pytest.mark.slow
+def test_the_kernel_itself_goes_through_it_on_a_cpu(script, monkeypatch, tmp_path):
+    unbound = Path(script.e4m3.__file__).parent.glob("decode_e4m3*.cuh")
+    host = decode_experts.compile_host(tmp_path, "host_e4m3.cpp", unbound)
+    decode_experts.put_on_cpu(script.e4m3.EXPERTS, host, monkeypatch)
+    monkeypatch.setattr(script.common, "D", 320)
+    monkeypatch.setattr(script.common, "INNER", 320)
+    kinds = [
+        ("bound ring", Experts(), Launch(), 100.0),
+        ("e4m3", script.e4m3.EXPERTS, Launch(width=16, warps=4, stages=2), 90.0),
+    ]
+    (decision,), lines = _decide(script, monkeypatch, tmp_path, kinds)
+    assert decision.verdict == "bind", lines
+    assert lines[1]["runs"] == 16
 
 
 def test_it_is_bound_from_where_it_never_loses_again(script):
