@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 
+import click
 import httpx
 import pytest
+from click.testing import CliRunner
 
 from rose.cli.chat import Conversation, ServerError, _read_tools
+from rose.cli.options import api_key_option
 
 OPTIONS = {
     "no_reasoning": False,
@@ -144,3 +147,22 @@ def test_asking_again_has_an_end(talk):
     with pytest.raises(ServerError, match="it is loading"):
         conversation.ask({"role": "user", "content": "2+2?"})
     assert len(sent) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "variable", "key"),
+    [
+        ([], "one, two", "one"),  # a server takes several from the same variable
+        ([], "one", "one"),
+        ([], " ", ""),
+        (["--api-key", "o,ne"], "two", "o,ne"),
+    ],
+)
+def test_a_key_comes_from_the_option_or_is_the_first_of_the_variable(words, variable, key):
+    @click.command()
+    @api_key_option
+    def show(api_key):
+        click.echo(api_key or "")
+
+    shown = CliRunner().invoke(show, words, env={"ROSE_API_KEY": variable})
+    assert shown.output == f"{key}\n"

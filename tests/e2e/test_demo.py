@@ -10,7 +10,8 @@ from rose.cli.main import run
 from rose.utils.device import detect
 
 
-def test_the_demo_adds_calls_a_tool_and_uses_what_it_says(capsys):
+def test_the_demo_adds_calls_a_tool_and_uses_what_it_says(capsys, monkeypatch):
+    monkeypatch.setenv("ROSE_API_KEY", "of-another-server")
     assert run(["demo"]) == 0
     said = capsys.readouterr().out
     assert "27 + 45 = 72." in said

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from rose.cli.options import AnyNumber
+from rose.cli.options import AnyNumber, api_key_option
 from rose.utils.errors import RoseError
 from rose.utils.text_file import read_text
 from rose.utils.urls import server_root
@@ -31,11 +31,7 @@ class ServerError(RoseError):
 @click.option(
     "--url", default="http://127.0.0.1:8000", show_default=True, help="Where the server is."
 )
-@click.option(
-    "--api-key",
-    envvar="ROSE_API_KEY",
-    help="Key that the server asks for; better in the variable ROSE_API_KEY.",
-)
+@api_key_option
 @click.option("--model", help="Name of the model.  [default: the server's first]")
 @click.option("--once", metavar="TEXT", help="Ask one question and exit.")
 @click.option("--system", metavar="TEXT", help="Instructions for the model.")

@@ -7,6 +7,7 @@ made-up table of this file.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -156,11 +157,17 @@ def running_server(model: str | None) -> Iterator[str]:
     """
     import tempfile
 
+    from rose.frontend.access import KEYS_VARIABLE
+
     port = _free_port()
     command = [sys.executable, "-m", "rose.cli.main", "serve", *([model] if model else [])]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            [*command, "--port", str(port), "--log-level", "WARNING"], stdout=log, stderr=log
+            [*command, "--port", str(port), "--log-level", "WARNING"],
+            stdout=log,
+            stderr=log,
+            # Keys for another server are none of this one.
+            env={name: value for name, value in os.environ.items() if name != KEYS_VARIABLE},
         )
         try:
             url = f"http://127.0.0.1:{port}"

@@ -11,7 +11,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from rose.cli.options import Choice, OutputFile, flags_in_errors
+from rose.cli.options import Choice, OutputFile, api_key_option, flags_in_errors
 from rose.cli.serve import EMBEDDED_MODEL
 from rose.config.engine import EngineConfig
 from rose.utils.errors import ConfigError
@@ -43,11 +43,7 @@ KV_FORMATS = ("auto", "bf16", "fp8_e4m3")
     help="Format of the KV cache; give it again to compare formats.  [default: auto]",
 )
 @click.option("--url", help="Ask a running server instead of an engine in this process.")
-@click.option(
-    "--api-key",
-    envvar="ROSE_API_KEY",
-    help="Key that the server asks for; better in the variable ROSE_API_KEY.",
-)
+@api_key_option
 @click.option(
     "--task",
     "tasks",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import click
+from click.core import ParameterSource
 
 from rose.config import cli as config_cli
 from rose.utils.errors import ConfigError, ContractError
@@ -183,6 +184,24 @@ class Number(click.FloatRange):
     ) -> float:
         """Read a finite number within the bounds."""
         return super().convert(AnyNumber().convert(value, param, ctx), param, ctx)
+
+
+def _one_key(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Take the first key of a variable that may hold several, as a server reads it; a callback of click."""
+    source = context.get_parameter_source(parameter.name or "")
+    if value is None or source is not ParameterSource.ENVIRONMENT:
+        return value
+    keys = value.replace(",", " ").split()
+    return keys[0] if keys else None
+
+
+api_key_option = click.option(
+    "--api-key",
+    envvar="ROSE_API_KEY",
+    callback=_one_key,
+    help="Key that the server asks for; better in the variable ROSE_API_KEY.",
+)
+"""Of commands that ask a server."""
 
 
 def as_dict(
