@@ -10,7 +10,7 @@ import pytest
 
 from rose.bench.start import fresh_environment, run_start, start_once
 from rose.kernels.build import default_cache
-from rose.utils.errors import RoseError
+from rose.utils.errors import ConfigError
 
 TINY = {"size": "tiny", "weights": "mxfp4", "device": "cpu", "layers": 1, "kv_tokens": 1024}
 
@@ -33,8 +33,11 @@ def test_a_line_holds_what_the_score_table_reads(tmp_path, monkeypatch):
 
 
 def test_a_refusal_of_the_child_is_told_in_its_words():
-    with pytest.raises(RoseError, match=r"^weights='nope' is not a format"):
-        start_once({**TINY, "weights": "nope"}, environment=_environment())
+    with pytest.raises(ConfigError) as caught:
+        start_once({**TINY, "weights": "nope", "kv": "no"}, environment=_environment())
+    first, second = caught.value.problems
+    assert first.startswith("weights='nope' is not a format")
+    assert second.startswith("kv='no' is not a format")
 
 
 def test_a_fresh_start_finds_no_kernel_cache(tmp_path, monkeypatch):

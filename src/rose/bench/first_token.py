@@ -54,5 +54,5 @@ if __name__ == "__main__":
     try:
         print(json.dumps(main(json.loads(sys.argv[1]))), flush=True)  # noqa: T201
     except RoseError as error:
-        say(str(error))
+        say(json.dumps(str(error)))  # one line of what may be several
         sys.exit(EXIT_REFUSED)

@@ -59,7 +59,7 @@ def start_once(
 ) -> Start:
     """Start a child, wait for its first token.
 
-    Raises  RoseError with the child's last words where it ends without one
+    Raises  ConfigError with what the child refuses, RoseError with its last words where it ends otherwise
     """
     command = [sys.executable, "-m", "rose.bench.first_token", json.dumps(dict(choices))]
     with tempfile.TemporaryFile("w+") as errors:
@@ -84,7 +84,7 @@ def start_once(
         words = errors.read().splitlines()
     if not line:
         if child.returncode == EXIT_REFUSED and words:
-            raise ConfigError(words[-1])
+            raise ConfigError(json.loads(words[-1]).splitlines())
         last = "\n".join(words[-5:])
         raise RoseError(f"the process ended with code {child.returncode} and no token:\n{last}")
     facts = json.loads(line)
