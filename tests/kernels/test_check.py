@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -149,6 +150,16 @@ def test_a_crash_is_one_failed_outcome(monkeypatch):
 def test_names_of_nothing_are_refused_not_passed_over(words, said, capsys):
     assert kernels_main([*words, "--device", "cpu", "rms_norm"]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_lines_go_to_a_file_in_folders_that_are_made(tmp_path, capsys):
+    words = ["check", "--device", "cpu", "--few", "1", "--only", "torch", "rms_norm", "--json"]
+    path = tmp_path / "new" / "r.jsonl"
+    assert kernels_main([*words, str(path)]) == 0
+    [line] = path.read_text().splitlines()
+    assert json.loads(line)["status"] == "ok"
+    assert kernels_main([*words, str(path / "x")]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
 
 
 @pytest.mark.parametrize("few", ["0", "-1", "x"])

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rose.kernels import registry
 from rose.kernels.bench import bench_all
@@ -71,6 +72,11 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m rose.kerne
     except RoseError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2
+    except OSError as error:
+        if error.filename is None:  # no path that was named
+            raise
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)  # noqa: T201
         return EXIT_INTERRUPTED
@@ -117,9 +123,7 @@ def _check(arguments: argparse.Namespace) -> int:
         is_small=arguments.small,
     ):
         counts[outcome.status] += 1
-        if arguments.json:
-            with arguments.json.open("a") as file:
-                file.write(json.dumps(asdict(outcome)) + "\n")
+        _append(arguments.json, asdict(outcome))
         if outcome.status == "skipped":
             skipped[outcome.detail] += 1
         else:
@@ -161,9 +165,7 @@ def _bench(arguments: argparse.Namespace) -> int:
                 f"{line['tb_per_s']} TB/s, {line.get('share_of_limit', 0):.0%} of the limit"
             )
         )
-        if arguments.json:
-            with arguments.json.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+        _append(arguments.json, line)
     return 1 if failed else 0
 
 
@@ -191,6 +193,13 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
     return int(text)
+
+
+def _append(path: Path | None, line: dict[str, Any]) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 def _say(text: str) -> None:
