@@ -25,3 +25,11 @@ def as_stored(x, kv_dtype: tl.constexpr):
     if kv_dtype == tl.float8e4nv:
         x = tl.clamp(x.to(tl.float32), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     return x.to(kv_dtype)
+
+
+@triton.jit
+def widened_pair(pairs, dtype: tl.constexpr):
+    """Return the two E4M3 numbers in each 16-bit one, the lower byte first."""
+    low = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    high = (pairs >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    return low.to(dtype), high.to(dtype)

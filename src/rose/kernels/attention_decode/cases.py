@@ -79,6 +79,7 @@ def _fp8_kv() -> list[Case]:
         _case("fp8_kv_split", [3, 0, 700], max_length=1000, kv="fp8_e4m3"),
         _case("fp8_kv_sink_wins", [21, 50], sink=8.0, kv="fp8_e4m3"),
         _case("fp8_kv_head_32", [21, 50], {**SMALL, "D": 32}, kv="fp8_e4m3"),
+        _case("fp8_kv_head_16", [21, 50], {**SMALL, "D": 16}, kv="fp8_e4m3"),
         _case("fp8_kv_bf16", [100, 9], dtype="bf16", kv="fp8_e4m3"),
         *(
             _case(

@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rose.kernels import dependent
 from rose.kernels.registry import Band, Implementation, Sizes, register
-from rose.kernels.triton_kv import as_factor
+from rose.kernels.triton_kv import as_factor, widened_pair
 from rose.utils.math import ceil_div, next_power_of_two
 
 LOG2_E = 1.4426950408889634
@@ -73,7 +73,15 @@ def _part_kernel(
     is_first = split == 0
     m = tl.where(is_first, sink, float("-inf"))
     total = tl.where(is_first, 1.0, 0.0) + tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, D], tl.float32)
+    # E4M3 values are read in pairs: ldmatrix turns 16-bit numbers and no bytes, which would be fetched one by one.
+    IS_PAIRED: tl.constexpr = kv_ptr.dtype.element_ty == tl.float8e4nv and D >= 32
+    if IS_PAIRED:
+        pair_ptr = (kv_ptr + value_stride).to(tl.pointer_type(tl.uint16), bitcast=True)
+        pair = tl.arange(0, D // 2)
+        acc = tl.zeros([ROWS, D // 2], tl.float32)
+        acc_odd = tl.zeros([ROWS, D // 2], tl.float32)
+    else:
+        acc = tl.zeros([ROWS, D], tl.float32)
     for block in range(begin, end):
         token = block * BLOCK + tl.arange(0, BLOCK)
         is_seen = (token >= first) & (token < length)
@@ -86,20 +94,32 @@ def _part_kernel(
             )
         offset = page.to(tl.int64) * page_stride + kv_head * head_stride + (token % PAGE) * D
         k = tl.load(kv_ptr + offset[:, None] + column[None, :], mask=is_seen[:, None], other=0.0)
-        v = tl.load(
-            kv_ptr + value_stride + offset[:, None] + column[None, :],
-            mask=is_seen[:, None],
-            other=0.0,
-        )
-        k, v = k.to(q.dtype), v.to(q.dtype)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        if IS_PAIRED:
+            pairs = tl.load(
+                pair_ptr + offset[:, None] // 2 + pair[None, :], mask=is_seen[:, None], other=0
+            )
+            v, v_odd = widened_pair(pairs, q.dtype)
+        else:
+            v = tl.load(
+                kv_ptr + value_stride + offset[:, None] + column[None, :],
+                mask=is_seen[:, None],
+                other=0.0,
+            )
+            v = v.to(q.dtype)
+        score = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale_log2
         score = tl.where(is_seen[None, :], score, float("-inf"))
         m_new = tl.maximum(m, tl.max(score, axis=1))
         shrink = tl.exp2(m - m_new)
         p = tl.exp2(score - m_new[:, None])
         total = total * shrink + tl.sum(p, axis=1)
         acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        if IS_PAIRED:
+            acc_odd = acc_odd * shrink[:, None] + tl.dot(
+                p.to(v.dtype), v_odd, input_precision="ieee"
+            )
         m = m_new
+    if IS_PAIRED:
+        acc = tl.reshape(tl.join(acc, acc_odd), [ROWS, D])
     if SPLITS == 1:
         out = acc / total[:, None]
         out = tl.where(length > 0, out, 0.0)
