@@ -35,13 +35,14 @@ def limits(sizes: Sizes) -> str | None:
             return f"{name} = {sizes[name]}; takes 128 k + 64 up to 3072"
     if sizes["K"] > 4:
         return f"{sizes['K']} experts per token; takes up to 4"
-    return size_limits(sizes) or LIBRARY.library.refusal() or LIBRARY.fused.library.refusal()
+    libraries = (LIBRARY.library, LIBRARY.swapped.library, LIBRARY.fused.library)
+    return size_limits(sizes) or next(filter(None, (each.refusal() for each in libraries)), None)
 
 
 def workspace(sizes: Sizes, rows: int, _longest: int) -> int:
-    """Bytes of a call: quantised rows, their SwiGLU, the outputs before they are added up, a scale for each row."""
+    """Bytes of a call at most: quantised rows, the SwiGLU as bf16 and rounded, the outputs before they are added up."""
     pairs, hidden, inner = rows * sizes["K"], sizes["D"], sizes["I"]
-    return pairs * (3 * hidden + inner + 4) + 8 * ceil_div(pairs, wide.Shape().rows)
+    return pairs * (3 * hidden + 3 * inner + 4 * (2 + ceil_div(inner, 128)))
 
 
 def register_shape(shape: wide.Shape) -> Implementation:
@@ -74,7 +75,7 @@ def register_shape(shape: wide.Shape) -> Implementation:
             formats={"activation": frozenset({"bf16"}), "weight": frozenset({"mxfp4"})},
             phases=frozenset({"prefill"}),
             limits=limits,
-            prepare=wide.prepare,
+            prepare=lambda weights: wide.prepare(weights, shape),
             workspace=workspace,
             activation_rounding=("fp8_group128", "fp8_group128"),
             library=LIBRARY,

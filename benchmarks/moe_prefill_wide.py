@@ -36,7 +36,17 @@ from rose.kernels.moe_experts.swapped_tables import with_offsets
 sys.path.insert(0, str(Path(__file__).parent))
 import moe_prefill_fused as bound
 import moe_prefill_swapped as swapped
-from moe_prefill_inputs import SIZES, WIDE, Rung, balanced_ids, by_expert, draw, ids_of, problem
+from moe_prefill_inputs import (
+    SIZES,
+    WIDE,
+    Rung,
+    balanced_ids,
+    by_expert,
+    draw,
+    ids_of,
+    problem,
+    spread,
+)
 from unbound import wide
 
 EDGES = (1, 15, 16, 17, 63, 64, 65, 129, 145, 240, 241, 255, 256, 257, 0, 513)
@@ -55,7 +65,8 @@ RUNGS = [
 """Sizes are 128 k + 64, as the kernel wants them."""
 BOUND, COPY = "swapped", "copy"
 TOKENS = (8192, 2048, 32768)
-_ENDS = """  if constexpr (P::kGateUp) store_hidden<P, kN>(total, p, place, end, staged, thread);
+_ENDS = """  if constexpr (P::kBf16) store_bf16<P, kN>(total, p, place, end, staged, thread);
+  else if constexpr (P::kGateUp) store_hidden<P, kN>(total, p, place, end, staged, thread);
   else store_rows<P, kN>(total, p, place, end, staged, thread);
 """
 _NO_END = """  float sum = 0.f;
@@ -68,21 +79,18 @@ _NO_X = [
     ("boxes * kBoxTokens * kBlockK + kCodeBytes", "kCodeBytes"),
     ("for (int b = 0; b < boxes; ++b) {", "for (int b = boxes; b < boxes; ++b) {"),
 ]
-_TANH = """template <typename P, int kN>
-__device__ __forceinline__ void store_hidden("""
-_WITH_TANH = [
-    ("fast_reciprocal(1.f + fast_exp2(alpha2 * gate))", "sigmoid(0.5f * p.alpha * gate)"),
-    (
-        _TANH,
-        """__device__ __forceinline__ float sigmoid(float half) {
+_PAIR = "// SwiGLU of two tokens next to each other"
+_SIGMOID = """__device__ __forceinline__ float sigmoid(float half) {
   float y;
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(half));
   return 0.5f * y + 0.5f;
 }
 
 """
-        + _TANH,
-    ),
+_WITH_TANH = [
+    # alpha2 is -alpha / ln 2.
+    ("fast_reciprocal(1.f + fast_exp2(alpha2 * gate))", "sigmoid(-0.34657359f * alpha2 * gate)"),
+    (_PAIR, _SIGMOID + _PAIR),
 ]
 WITHOUT = {
     "without_expansion": [(_EXPAND, "")],
@@ -91,12 +99,32 @@ WITHOUT = {
     "products_alone": [(_EXPAND, ""), *_NO_X, (_ENDS, _NO_END)],
     "with_tanh": _WITH_TANH,
 }
-"""The kernel taken apart: wrong results, but their time says what a part costs. Last, what half as many special functions
-at a tile's end would save: right to 2^-12 of a sigmoid."""
+"""The kernel taken apart: wrong results, but their time says what a part costs.
+
+The last one says what half as many special functions at a tile's end would save: right to 2^-12 of a sigmoid.
+"""
 
 
 def distance(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def call_down(
+    library: wide.WideLibrary, shape: wide.Shape, weights: wide.WideExperts,
+    hidden_RI: Tensor, table: Any, short: Any, limit: float,
+) -> Callable[[], Tensor]:  # fmt: skip
+    """Return the second product as a closure; with `groups` it rounds first and takes tiles of `short`."""
+    down, bias_ED = weights.down, weights.weights.down_bias_ED
+    if isinstance(down, wide.WideMatrix):
+        return lambda: library.down(
+            hidden_RI, table, matrix=down, bias_ED=bias_ED, limit=limit, shape=shape
+        )
+
+    def rounded() -> Tensor:
+        values, scales = library.round_in_groups(hidden_RI, table)
+        return library.swapped.down(values, scales, short, matrix=down, bias_ED=bias_ED)
+
+    return rounded
 
 
 def walk(rung: Rung, way: str) -> Iterator[tuple[str, Callable[[], list[str | None]]]]:
@@ -107,8 +135,10 @@ def walk(rung: Rung, way: str) -> Iterator[tuple[str, Callable[[], list[str | No
     if rung.counts:
         arguments["expert_ids_TK"] = ids_of(rung.counts)
     plain, x, ids = arguments["weights"], arguments["x_TD"], arguments["expert_ids_TK"]
-    weights = wide.prepare(plain)
-    table = bound.table_of(ids, rung.sizes["E"], shape.rows)
+    weights = wide.prepare(plain, shape)
+    table, short = (
+        bound.table_of(ids, rung.sizes["E"], n) for n in (shape.rows, cuda_swapped.ROWS)
+    )
     starts = table.starts_E1.tolist()
     count = starts[-1]
     alpha, limit = arguments["swiglu_alpha"], arguments["swiglu_limit"]
@@ -144,18 +174,22 @@ def walk(rung: Rung, way: str) -> Iterator[tuple[str, Callable[[], list[str | No
         torch.cuda.synchronize()
         u_RF = by_expert(kept["spread"], starts, plain.gate_up, plain.gate_up_bias_EF)
         wanted = swiglu(u_RF, alpha=alpha, limit=limit)
-        kept["hidden_RI"] = cuda_swapped.in_order(kept["hidden"])[
-            :count
-        ].float() * wide.hidden_scale(limit)
-        say("gate_up", distance(kept["hidden_RI"], wanted))
-        return [problem("hidden", kept["hidden_RI"], wanted, 4e-2, 5e-2)]
+        hidden = kept["hidden"][:count]
+        unit = wide.hidden_scale(limit)
+        found = hidden.float() if shape.groups else cuda_swapped.in_order(hidden).float() * unit
+        kept["hidden_RI"] = found
+        say("gate_up", distance(found, wanted))
+        limits = (6e-3, 1.2e-2) if shape.groups else (4e-2, 5e-2)
+        return [problem("hidden", found, wanted, *limits)]
 
     def down() -> list[str | None]:
-        y = library.down(
-            kept["hidden"], table, matrix=weights.down, bias_ED=plain.down_bias_ED, limit=limit, shape=shape
-        )  # fmt: skip
+        y = call_down(library, shape, weights, kept["hidden"], table, short, limit)()
         torch.cuda.synchronize()
-        wanted = by_expert(kept["hidden_RI"], starts, plain.down, plain.down_bias_ED)
+        hidden_RI = kept["hidden_RI"]
+        if shape.groups:
+            values, scales = library.round_in_groups(kept["hidden"], table)
+            hidden_RI = spread(cuda_swapped.in_order(values), scales, 128)[:count]
+        wanted = by_expert(hidden_RI, starts, plain.down, plain.down_bias_ED)
         say("down", distance(y[:count], wanted), rounding=distance(wanted.bfloat16(), wanted))
         # Rounding to bf16 is 1.7e-3; by calculation sums that stay in the tensor core add 1 to 2e-3.
         return [problem("y", y[:count], wanted, 6e-3, 1.2e-2)]
@@ -200,7 +234,8 @@ def stages_of(
 ) -> dict[str, Callable[[], Any]]:  # fmt: skip
     """Return each stage as a closure over what the ones before made."""
     plain, x, limit = weights.weights, arguments["x_TD"], arguments["swiglu_limit"]
-    table = bound.table_of(arguments["expert_ids_TK"], plain.gate_up.shape[0], shape.rows)
+    ids, experts = arguments["expert_ids_TK"], plain.gate_up.shape[0]
+    table, short = (bound.table_of(ids, experts, n) for n in (shape.rows, cuda_swapped.ROWS))
     rows = library.quantize_rows(x, table)
 
     def gate_up() -> Tensor:
@@ -213,9 +248,7 @@ def stages_of(
     return {
         "quantize": lambda: library.quantize_rows(x, table),
         "gate_up": gate_up,
-        "down": lambda: library.down(
-            hidden, table, matrix=weights.down, bias_ED=plain.down_bias_ED, limit=limit, shape=shape
-        ),
+        "down": call_down(library, shape, weights, hidden, table, short, limit),
         "whole": lambda: wide.run_experts(
             library, **{**arguments, "weights": weights}, shape=shape
         ),
@@ -230,7 +263,7 @@ def time_here(ways: list[str], tokens: int, routing: str, stages: list[str], rou
     if routing == "balanced":
         drawn["expert_ids_TK"] = balanced_ids(tokens, sizes["E"], sizes["K"])
     plain = draw(sizes, 1, "mxfp4", seed=1)[1]["weights"]
-    prepared = wide.prepare(plain)
+    prepared = {groups: wide.prepare(plain, wide.Shape(groups=groups)) for groups in (False, True)}
     calls: dict[str, dict[str, Callable[[], Any]]] = {}
     for way in ways:
         if way == BOUND:
@@ -241,9 +274,10 @@ def time_here(ways: list[str], tokens: int, routing: str, stages: list[str], rou
             calls[way]["expand"] = expand_call(plain)
         else:
             name, _, part = way.partition(" ")
+            shape = wide.SHAPES[name]
             library = library_without(part) if part else wide.WideLibrary()
             given = {**drawn, "weights": plain}
-            calls[way] = stages_of(given, wide.SHAPES[name], prepared, library)
+            calls[way] = stages_of(given, shape, prepared[shape.groups], library)
     for turn in range(rounds):
         for stage in stages:
             for way in ways:

@@ -44,15 +44,16 @@ struct Problem {
   int n, k;
   uint8_t* hidden;
   float alpha, limit, hidden_scale;
-  __nv_bfloat16* y;
+  __nv_bfloat16* y;  // of down, or the SwiGLU with kBf16
   int late_ns;  // by which the second consumer begins later; below what the ring holds
   int ahead;    // stages by which codes are asked into the L2 cache before they are copied; 0: never
 };
 
 // kPromote: sums leave the tensor core every two stages; totals and sums of 64 x 128 then fill the registers of 64 x 256.
-template <bool kGateUpP, bool kPromoteP>
+// kBf16: gate-up leaves its SwiGLU as bf16, columns in order, for whoever rounds it in groups.
+template <bool kGateUpP, bool kPromoteP, bool kBf16P = false>
 struct Plan {
-  static constexpr bool kGateUp = kGateUpP, kPromote = kPromoteP;
+  static constexpr bool kGateUp = kGateUpP, kPromote = kPromoteP, kBf16 = kBf16P;
   static constexpr int kTokens = kPromote ? 128 : 256;
   static constexpr int kStages = 4, kThreads = 384;
   static constexpr int kCodesAt = kTokens * kBlockK, kOffsetsAt = kCodesAt + kCodeBytes;
@@ -279,6 +280,19 @@ __device__ __forceinline__ void multiply_tile(float (&total)[kN / 2], const Prob
   }
 }
 
+// SwiGLU of two tokens next to each other: `total` is four sums of a fragment, gate and up.
+__device__ __forceinline__ void swiglu_pair(float (&hidden)[2], const float* total, const uint32_t (&scales)[2],
+                                            float gate_bias, float up_bias, float alpha2, float limit, float inverse) {
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    const float scale = __uint_as_float(scales[c]);
+    const float gate = fminf(total[c] * scale + gate_bias, limit);
+    const float up = fminf(fmaxf(total[2 + c] * scale + up_bias, -limit), limit);
+    // As fast_swiglu, in units of hidden_scale.
+    hidden[c] = gate * fast_reciprocal(1.f + fast_exp2(alpha2 * gate)) * (up * inverse + inverse);
+  }
+}
+
 // SwiGLU of a consumer's 32 channels as E4M3, through shared memory to where they belong. Staged: for the pair q of
 // tokens 16 (q / 8) + q % 8 and eight further, the chunks of four warps, each eight channels of both tokens in turns.
 template <typename P, int kN>
@@ -300,14 +314,7 @@ __device__ __forceinline__ void store_hidden(const float (&total)[kN / 2], const
         const int j = 2 * (m + i) + b;
         uint32_t scales[2];
         load_shared(scales, end + 4 * (8 * j + 2 * (thread % 4)));
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const float scale = __uint_as_float(scales[c]);
-          const float gate = fminf(total[4 * j + c] * scale + gate_bias, p.limit);
-          const float up = fminf(fmaxf(total[4 * j + 2 + c] * scale + up_bias, -p.limit), p.limit);
-          // As fast_swiglu, in units of hidden_scale.
-          hidden[b][c] = gate * fast_reciprocal(1.f + fast_exp2(alpha2 * gate)) * (up * inverse + inverse);
-        }
+        swiglu_pair(hidden[b], total + 4 * j, scales, gate_bias, up_bias, alpha2, p.limit, inverse);
       }
       words[i] = pack_e4m3(hidden[0][0], hidden[1][0], hidden[0][1], hidden[1][1]);
     }
@@ -341,6 +348,39 @@ __device__ __forceinline__ void store_hidden(const float (&total)[kN / 2], const
         }
       }
     }
+  }
+}
+
+// The same as bf16, columns in order. Staged: for each token the chunks of four warps, eight channels each.
+template <typename P, int kN>
+__device__ __forceinline__ void store_bf16(const float (&total)[kN / 2], const Problem& p, const Place& place,
+                                           uint32_t end, uint32_t staged, int thread) {
+  const int consumer = thread / 128, warp = thread % 128 / 32, lane = thread % 32;
+  const float alpha2 = -1.4426950408889634f * p.alpha;
+  const uint32_t bias = end + P::kBiasAt + 8 * code_row<P>(thread);
+  const float gate_bias = load_shared(bias), up_bias = load_shared(bias + 4);
+  named_sync(1 + consumer, 128);  // what was staged of the tile before is stored
+#pragma unroll
+  for (int m = 0; m < kN / 8; m += 4) {  // matrix i of four: eight tokens
+    uint32_t words[4] = {};
+#pragma unroll
+    for (int i = 0; i < 4 && m + i < kN / 8; ++i) {
+      uint32_t scales[2];
+      float hidden[2];
+      load_shared(scales, end + 4 * (8 * (m + i) + 2 * (thread % 4)));
+      swiglu_pair(hidden, total + 4 * (m + i), scales, gate_bias, up_bias, alpha2, p.limit, 1.f);
+      words[i] = pack_bf16(hidden[0], hidden[1]);
+    }
+    const int token = 8 * m + lane;
+    store_transposed(staged + 64 * token + 16 * (warp ^ (token / 2 % 4)), words);
+  }
+  named_sync(1 + consumer, 128);
+  const int chunk = lane % 4, channel = place.column / 2 + 8 * (4 * (chunk / 2) + 2 * consumer + chunk % 2);
+  for (int token = 8 * warp + lane / 4; token < place.rows; token += 32) {
+    uint32_t words[4];
+    load_shared(words, staged + 64 * token + 16 * (chunk ^ (token / 2 % 4)));
+    *reinterpret_cast<uint4*>(p.y + (size_t(place.row) + token) * (p.n / 2) + channel) =
+        make_uint4(words[0], words[1], words[2], words[3]);
   }
 }
 
@@ -390,7 +430,8 @@ __device__ __forceinline__ void consume_tile(const Problem& p, const Shared& at,
   const int thread = thread_again();
   const Place place = load_place(end + P::kPlaceAt);
   const uint32_t staged = at.base + P::kStaged + thread / 128 * P::kStagedBytes;
-  if constexpr (P::kGateUp) store_hidden<P, kN>(total, p, place, end, staged, thread);
+  if constexpr (P::kBf16) store_bf16<P, kN>(total, p, place, end, staged, thread);
+  else if constexpr (P::kGateUp) store_hidden<P, kN>(total, p, place, end, staged, thread);
   else store_rows<P, kN>(total, p, place, end, staged, thread);
 }
 

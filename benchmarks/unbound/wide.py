@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,9 +16,11 @@ from torch.nn.functional import pad
 
 from rose.kernels.build import CudaLibrary
 from rose.kernels.formats import FormattedTensor
-from rose.kernels.moe_experts.cuda_fused import FusedLibrary
+from rose.kernels.moe_experts import cuda_swapped
+from rose.kernels.moe_experts.cuda_swapped import SwappedLibrary
 from rose.kernels.moe_experts.mxfp4_tiles import CHUNK, multipliers, top_exponents
 from rose.kernels.moe_experts.rows import RowTable
+from rose.kernels.moe_experts.swapped_tables import OffsetMatrix, with_offsets
 from rose.kernels.weights import ExpertWeights
 from rose.utils.math import ceil_div
 
@@ -36,6 +38,8 @@ class Shape:
 
     promote: bool = False
     """Sums leave the tensor core every 256 columns; tiles are half as long then."""
+    groups: bool = False
+    """The SwiGLU leaves as bf16, is rounded in groups of 128 columns and multiplied as bound (cuda_swapped)."""
     late_ns: int = 0
     """By how much the second consumer begins later."""
     ahead: int = 0
@@ -53,6 +57,7 @@ SHAPES = {
     "wide_late_1000": Shape(late_ns=1000),
     "wide_ahead": Shape(ahead=8),
     "wide_promote": Shape(promote=True),
+    "wide_groups": Shape(groups=True),
 }
 
 
@@ -78,7 +83,8 @@ class WideExperts:
 
     weights: ExpertWeights
     gate_up: WideMatrix
-    down: WideMatrix
+    down: WideMatrix | OffsetMatrix
+    """As the shape reads it."""
 
     @property
     def num_bytes(self) -> int:
@@ -87,12 +93,13 @@ class WideExperts:
         return sum(m.offsets.numel() + 4 * m.row_scales.numel() for m in both)
 
 
-def prepare(weights: ExpertWeights) -> WideExperts:
+def prepare(weights: ExpertWeights, shape: Shape) -> WideExperts:
     """Find row scales and offsets of both matrices."""
+    own = None if shape.groups else _matrix(weights.down, is_paired=False)
     return WideExperts(
         weights=weights,
         gate_up=_matrix(weights.gate_up, is_paired=True),
-        down=_matrix(weights.down, is_paired=False),
+        down=own or with_offsets(weights).down,
     )
 
 
@@ -154,16 +161,18 @@ class WideLibrary:
 
     def __init__(self, library: CudaLibrary | None = None, *, defines: Sequence[str] = ()) -> None:
         self.library = library or CudaLibrary(SOURCE, defines=defines)
-        self.fused = FusedLibrary(defines=defines)
+        self.swapped = SwappedLibrary(defines=defines)
+        self.fused = self.swapped.fused
         launcher = self.library.launcher
         self._quantize = launcher("launch_quantize_tokens", "ppppiiip")
-        self._gate_up = launcher("launch_wide_gate_up", "ppfippppipppiiiiiiipfffp")
+        self._gate_up = launcher("launch_wide_gate_up", "ppfippppipppiiiiiiiipfffp")
         self._down = launcher("launch_wide_down", "ppfippppipppiiiiiiipp")
 
     def build(self) -> None:
-        """Compile both sources unless they are compiled."""
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(CudaLibrary.build, (self.library, self.fused.library)))
+        """Compile all sources unless they are compiled."""
+        sources = (self.library, self.swapped.library, self.fused.library)
+        with ThreadPoolExecutor(len(sources)) as pool:
+            list(pool.map(CudaLibrary.build, sources))
 
     def quantize_rows(self, x_TD: Tensor, table: RowTable) -> tuple[Tensor, Tensor]:
         """Quantise each token once, with one scale, and copy it to its rows in the order that the products read.
@@ -184,13 +193,22 @@ class WideLibrary:
         self, x_RD: Tensor, scales_R: Tensor, table: RowTable, *,
         matrix: WideMatrix, bias_EF: Tensor, alpha: float, limit: float, shape: Shape,
     ) -> Tensor:  # fmt: skip
-        """Multiply and apply the SwiGLU. Returns e4m3 [R, I] in units of `hidden_scale(limit)`, as `down` reads it."""
-        hidden_RI = x_RD.new_empty(x_RD.shape[0], matrix.shape[1] // 2)
+        """Multiply and apply the SwiGLU.
+
+        Returns  e4m3 [R, I] in units of `hidden_scale(limit)`, as `down` reads it; bf16 in order with `groups`
+        """
+        dtype = torch.bfloat16 if shape.groups else x_RD.dtype
+        hidden_RI = x_RD.new_empty(x_RD.shape[0], matrix.shape[1] // 2, dtype=dtype)
         self._gate_up(
             *operands(x_RD, scales_R, 0.0, table, matrix, bias_EF, shape),
-            hidden_RI.data_ptr(), hidden_scale(limit), alpha, limit, _stream(),
+            int(shape.groups), hidden_RI.data_ptr(), hidden_scale(limit), alpha, limit, _stream(),
         )  # fmt: skip
         return hidden_RI
+
+    def round_in_groups(self, hidden_RI: Tensor, table: RowTable) -> tuple[Tensor, Tensor]:
+        """Round a bf16 SwiGLU as the bound `down` reads it: values e4m3 [R, I], scales float32 [groups, R or more]."""
+        rows = torch.arange(len(hidden_RI), dtype=torch.int32, device=hidden_RI.device)
+        return self.swapped.quantize_rows(hidden_RI, replace(table, row_TK=rows.unsqueeze(1)))
 
     def down(
         self, hidden_RI: Tensor, table: RowTable, *,
@@ -227,9 +245,21 @@ def run_experts(
         x_RD, scales_R, table, matrix=up, bias_EF=plain.gate_up_bias_EF,
         alpha=swiglu_alpha, limit=swiglu_limit, shape=shape,
     )  # fmt: skip
-    y_RD = library.down(
-        hidden_RI, table, matrix=down, bias_ED=plain.down_bias_ED, limit=swiglu_limit, shape=shape
-    )
+    if isinstance(down, OffsetMatrix):
+        short = library.fused.sort_by_expert(
+            expert_ids_TK, num_experts=up.shape[0], block_m=cuda_swapped.ROWS
+        )
+        values, scales = library.round_in_groups(hidden_RI, table)
+        y_RD = library.swapped.down(values, scales, short, matrix=down, bias_ED=plain.down_bias_ED)
+    else:
+        y_RD = library.down(
+            hidden_RI,
+            table,
+            matrix=down,
+            bias_ED=plain.down_bias_ED,
+            limit=swiglu_limit,
+            shape=shape,
+        )
     library.fused.combine(y_RD, table, expert_weights_TK, out_TD=out_TD)
 
 

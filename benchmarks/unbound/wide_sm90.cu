@@ -40,25 +40,31 @@ cudaError_t launch_plan(const wide::Problem& p, const void* x, const void* codes
 
 }  // namespace
 
+// is_bf16: `hidden` is bf16, its columns in order.
 extern "C" int launch_wide_gate_up(const void* x, const float* token_scales, float token_scale, int rows,
                                    const void* codes, const void* offsets, const float* row_scales, const void* bias,
                                    int bias_is_bf16, const int* starts, const int* tiles, const int* expert_of_tile,
-                                   int max_tiles, int experts, int n, int k, int late_ns, int ahead, int promote, uint8_t* hidden,
-                                   float hidden_scale, float alpha, float limit, cudaStream_t stream) {
+                                   int max_tiles, int experts, int n, int k, int late_ns, int ahead, int promote,
+                                   int is_bf16, uint8_t* hidden, float hidden_scale, float alpha, float limit,
+                                   cudaStream_t stream) {
   wide::Problem p = problem(token_scales, token_scale, row_scales, bias, bias_is_bf16, starts, tiles, expert_of_tile,
                             experts, n, k, late_ns, ahead);
   p.hidden = hidden;
   p.hidden_scale = hidden_scale;
   p.alpha = alpha;
   p.limit = limit;
+  if (is_bf16) {
+    p.y = reinterpret_cast<__nv_bfloat16*>(hidden);
+    return wide::launch<wide::Plan<true, false, true>>(p, x, codes, offsets, rows, max_tiles, stream);
+  }
   return launch_plan<true>(p, x, codes, offsets, rows, max_tiles, promote, stream);
 }
 
 extern "C" int launch_wide_down(const void* x, const float* token_scales, float token_scale, int rows,
                                 const void* codes, const void* offsets, const float* row_scales, const void* bias,
                                 int bias_is_bf16, const int* starts, const int* tiles, const int* expert_of_tile,
-                                int max_tiles, int experts, int n, int k, int late_ns, int ahead, int promote, __nv_bfloat16* y,
-                                cudaStream_t stream) {
+                                int max_tiles, int experts, int n, int k, int late_ns, int ahead, int promote,
+                                __nv_bfloat16* y, cudaStream_t stream) {
   wide::Problem p = problem(token_scales, token_scale, row_scales, bias, bias_is_bf16, starts, tiles, expert_of_tile,
                             experts, n, k, late_ns, ahead);
   p.y = y;
