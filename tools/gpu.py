@@ -415,9 +415,20 @@ def run(
 
 
 def chosen(every: list[Step], only: str) -> list[Step]:
-    """Return the steps with any of these words, parted by commas, in their name; 120b is no 20b."""
+    """Return the steps with any of these words, parted by commas, in their name; 120b is no 20b.
+
+    Raises  ValueError for words that are in no name, and where a comma parts nothing: that would mean all
+    """
+    if not only:
+        return every
     words = [word.strip() for word in only.split(",")]
-    return [step for step in every if any(f" {word}" in f" {step.name}" for word in words)]
+    named = {w: [s for s in every if w and f" {w}" in f" {s.name}"] for w in words}
+    for word, steps in named.items():
+        if not steps:
+            raise ValueError(
+                f"no step has {word!r} in its name; there are {', '.join(s.name for s in every)}"
+            )
+    return [step for step in every if any(step in steps for steps in named.values())]
 
 
 def main(arguments: list[str]) -> int:
@@ -445,11 +456,10 @@ def main(arguments: list[str]) -> int:
         parser.error(f"--sizes {options.sizes}; takes {', '.join(SHAPES)}, parted by commas")
     asked = Asked(sizes=sizes, out=options.out, commit=options.commit, device=options.device)
     every = list({"check": check_steps, "bench": bench_steps}[options.verb](asked))
-    steps = chosen(every, options.only)
-    if not steps:
-        parser.error(
-            f"no step has {options.only!r} in its name; there are {', '.join(s.name for s in every)}"
-        )
+    try:
+        steps = chosen(every, options.only)
+    except ValueError as error:
+        parser.error(str(error))
     # Ended from outside, what runs is ended too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     is_cold = options.dry_run or is_bare()

@@ -198,7 +198,8 @@ def test_growth_shows_what_each_step_keeps(session, monkeypatch):
     monkeypatch.setattr(engine, "step", leaking)
     leaked = growth(engine, session.prompts, **sizes)
     grown = leaked.after.less(leaked.before).resident
-    assert 40 << 20 <= grown < 48 << 20
+    # 40 MiB; a machine short of memory takes pages of files back meanwhile.
+    assert 36 << 20 <= grown < 48 << 20
 
 
 def test_what_is_held_is_named_in_bytes():
@@ -240,10 +241,10 @@ def test_closed_loop_ends_in_time_and_times_what_it_saw(session):
 def test_a_request_shorter_than_the_least_seen_is_timed_whole(session):
     # All of its 4 tokens are seen, so that it has a time per token.
     result = closed_loop(
-        session.engine, session.prompts, in_flight=2, input_tokens=20, output_tokens=4, requests=10_000,
-        seconds=0.5,
+        session.engine, session.prompts, in_flight=2, input_tokens=20, output_tokens=4, requests=4,
+        seconds=60,
     )  # fmt: skip
-    assert result.num_requests > 0
+    assert result.num_requests >= 4
 
 
 def test_a_cell_without_a_figure_leaves_the_engine_empty(session):

@@ -229,7 +229,7 @@ def test_nobody_waits_for_ever_for_the_next_engine(monkeypatch):
         await asyncio.sleep(0.01)
         client.mark_dead("killed")
         client.attach(fake_engine.FakeEngine(is_ready=False))
-        [error] = await asyncio.wait_for(reader, 1)
+        [error] = await asyncio.wait_for(reader, 4)  # less than it is without the line above
         assert error.code == "engine_unavailable"
         assert error.message == (
             "the engine was lost before this request had begun (killed); send the request again"

@@ -18,6 +18,7 @@ from rose.protocol.channel import FrontendEndpoint
 from rose.protocol.event import EngineStatus, ErrorEvent, TokensEvent
 from rose.protocol.request import Request
 from rose.server.launch import engine_command, read_config
+from rose.server.main import ORPHAN_SECONDS
 from rose.utils.errors import ConfigError
 
 FAKE = """
@@ -94,6 +95,7 @@ print("waits", flush=True)
 while not stop._is_set:
     time.sleep(0.01)
 begin = time.monotonic()
+print("ends", flush=True)
 print(stop.settle(), time.monotonic() - begin, flush=True)
 """
 
@@ -107,13 +109,17 @@ def test_only_an_engine_whose_parent_is_ending_waits_to_be_an_orphan(number):
         child = int(parent.stdout.readline())
         assert parent.stdout.readline() == "waits\n"
         os.kill(child, number)
+        assert parent.stdout.readline() == "ends\n"
         if number == signal.SIGHUP:
             time.sleep(0.3)
             parent.kill()
         is_orphaned, seconds = parent.stdout.readline().split()
         parent.kill()
     assert is_orphaned == str(number == signal.SIGHUP)
-    assert (float(seconds) >= 0.1) is (number == signal.SIGHUP)
+    if number == signal.SIGHUP:
+        assert float(seconds) >= 0.1
+    else:  # it would wait as long as its parent lives
+        assert float(seconds) < ORPHAN_SECONDS / 2
 
 
 @pytest.mark.parametrize("is_supervised", [True, False])

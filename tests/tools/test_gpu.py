@@ -103,7 +103,8 @@ def test_scripts_are_there_and_take_their_words(gpu):
     trials = (ROOT / "benchmarks/unbound/README.md").read_text()
     assert {Path(s.words[0]).name for s in steps} >= {
         "prefill_timeline.py", "grammar_engine.py", "memory_plan.py", "attention_decode_splits.py",
-        *re.findall(r"python benchmarks/(\w+\.py)", trials),
+        # Commands of the page's first block decide; those further in are for whoever has read a decision.
+        *re.findall(r"^ {4}PYTHONPATH=src python benchmarks/(\w+\.py)", trials, re.MULTILINE),
     }  # fmt: skip
     for step in steps:
         text = (ROOT / step.words[0]).read_text()
@@ -193,11 +194,13 @@ time.sleep(60)
 
 def test_a_step_is_cut_at_its_limit_with_all_that_it_started(gpu, capfd, monkeypatch):
     monkeypatch.setattr(gpu, "END_SECONDS", 0.2)
+    step = _step(gpu, "endless", STUBBORN)
     begin = time.perf_counter()
-    assert gpu.run([_step(gpu, "endless", STUBBORN)], is_dry=False, budget=2) == 1
-    assert time.perf_counter() - begin < 20
+    # The limit is what the step needs, on a busy machine too, to begin its child and say so.
+    assert gpu.run([step], is_dry=False, budget=3) == 1
+    assert time.perf_counter() - begin < 30
     told = capfd.readouterr().out
-    assert "cut off after 2 s; what it had measured is recorded" in told
+    assert re.search(r"cut off after \d+ s; what it had measured is recorded", told)
     [child] = [int(line) for line in told.splitlines() if line.isdigit()]
     status = Path(f"/proc/{child}/status")
     deadline = time.monotonic() + 10
@@ -231,9 +234,16 @@ def test_the_patch_of_the_draw_applies(gpu, tmp_path):
 
 
 def test_unknown_words_are_answered_with_the_steps_there_are(gpu, capsys):
-    with pytest.raises(SystemExit):
-        gpu.main(["bench", "--only", "nothing", "--dry-run"])
-    assert "20b sweep" in capsys.readouterr().err
+    # Words of nothing beside others would be left out without a word; nothing behind a comma would mean all.
+    for only, word in (
+        ("nothing", "nothing"),
+        ("20b sweep,nothing", "nothing"),
+        ("20b sweep,", ""),
+    ):
+        with pytest.raises(SystemExit):
+            gpu.main(["bench", "--only", only, "--dry-run"])
+        told = capsys.readouterr().err
+        assert f"no step has {word!r} in its name; there are 20b sweep, " in told
     assert gpu.main(["bench", "--only", "20b start, memory plan", "--dry-run"]) == 1
     told = capsys.readouterr().out
     assert told.count("-- 20b start") == 2
