@@ -292,6 +292,10 @@ def _kernel_steps(asked: Asked) -> Iterator[Step]:
     splits = ("benchmarks/attention_decode_splits.py", "--seconds", "90", *json)
     packages = ("torch", "triton", *ENGINE_PACKAGES)
     yield Step(name="attention splits", words=splits, seconds=105, packages=packages, tools=())
+    for what, words in WIDE_TRIALS:
+        line = tuple(f"benchmarks/cuda_wide_trial.py wide bench {words} --size 120b".split())
+        line += ("--device", asked.device, *asked.record("wide"))  # apart: not what is bound
+        yield Step(name=f"wide experts, {what}", words=line, seconds=70, packages=packages)
     words = ("-m", "rose.bench.kernels", "--device", asked.device, *json)
     yield Step(name="kernels", words=words, seconds=300)
 
@@ -304,6 +308,11 @@ KERNEL_SCRIPTS = (
     ("prefill experts, wide", "moe_prefill_wide.py", 240),
 )
 """Name, script and its words, seconds that it is given."""
+WIDE_TRIALS = (
+    ("accuracy", "accuracy --layers 2"),
+    ("latency", "latency --batches 1 --repeats 2 --weights mxfp4"),
+)
+"""`rose bench` with the unbound wide experts in the place of the bound ones: what, and its words."""
 
 
 def missing(step: Step) -> list[str]:

@@ -107,6 +107,8 @@ def test_scripts_are_there_and_take_their_words(gpu):
         *re.findall(r"^ {4}PYTHONPATH=src python benchmarks/(\w+\.py)", trials, re.MULTILINE),
     }  # fmt: skip
     for step in steps:
+        if "bench" in step.words:
+            continue  # the words behind it are rose's own
         text = (ROOT / step.words[0]).read_text()
         if " parse," in text:  # scripts of decode kernels share their options
             text += (ROOT / "benchmarks/decode_variants2.py").read_text()
