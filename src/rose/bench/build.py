@@ -15,6 +15,7 @@ from rose.models.gpt_oss.config import GptOssConfig
 from rose.models.gpt_oss.model import GptOss
 from rose.models.gpt_oss.synthetic import synthetic_model
 from rose.utils.device import DeviceFacts, detect
+from rose.utils.threads import fit_threads
 
 SIZES = ("20b", "120b", "tiny")
 
@@ -100,5 +101,6 @@ def build_model(bench: BenchSetup) -> GptOss:
 def build_engine(
     model: GptOss, bench: BenchSetup, report: Callable[[str], None] = lambda _text: None
 ) -> LLMEngine:
-    """Make the engine around a model, warmed up."""
+    """Make the engine around a model, warmed up; with as many CPU threads as serving such a model has."""
+    fit_threads(model.weight_bytes, bench.device)
     return LLMEngine.from_model(model, bench.config, report=report)

@@ -49,6 +49,7 @@ from rose.runtime.plan import StepPlan, StepResult
 from rose.utils.device import detect
 from rose.utils.errors import ConfigError, RoseError
 from rose.utils.log import get_logger
+from rose.utils.threads import fit_threads
 
 MEASURED_TOKENS = 60
 
@@ -138,9 +139,15 @@ class LLMEngine:
     ) -> LLMEngine:
         """Load a checkpoint and build an engine around it; arguments as in `from_model`.
 
+        On a CPU a small model leaves the process one thread of torch's (`utils.threads`), which is logged; whoever
+        computes more in the same process can set another number afterwards.
+
         Raises   ConfigError, CheckpointError
         """
-        return cls._from_decoder(load_decoder(config, detect(config.device), report), is_overlapped)
+        device = detect(config.device)
+        engine = cls._from_decoder(load_decoder(config, device, report), is_overlapped)
+        fit_threads(engine.model.weight_bytes, device)
+        return engine
 
     @classmethod
     def _from_decoder(cls, built: BuiltDecoder, is_overlapped: bool | None) -> LLMEngine:

@@ -38,7 +38,6 @@ class EngineAsker:
         from rose.frontend.tokenizer import load_tokenizer
         from rose.models.gpt_oss.weights import checkpoint_format
         from rose.utils.device import detect
-        from rose.utils.threads import fit_threads
 
         self.tokenizer = load_tokenizer(folder)
         self._formatter = build_formatter("harmony", self.tokenizer)
@@ -47,7 +46,6 @@ class EngineAsker:
         self.quant = config.quant
         """With every format decided."""
         self.engine = LLMEngine.from_config(config)
-        fit_threads(self.engine.model.weight_bytes, config.device)
 
     def ask(self, examples: Sequence[Example]) -> list[Reply]:
         """Answer all in one batch, as many at a time as the engine takes."""

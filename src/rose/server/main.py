@@ -23,7 +23,6 @@ from rose.server.launch import read_config
 from rose.server.service import EngineService
 from rose.utils.errors import RoseError
 from rose.utils.log import configure_logging, get_logger
-from rose.utils.threads import fit_threads
 
 REPORT_SECONDS = 0.5
 FAREWELL_SECONDS = 1.0
@@ -162,16 +161,6 @@ def _remove_socket(address: str) -> None:
             path.parent.rmdir()
 
 
-def load(config: EngineConfig, report: Callable[[str], None]) -> LLMEngine:
-    """Build the engine of a configuration, with as many CPU threads as its model can use.
-
-    Raises  ConfigError, CheckpointError
-    """
-    engine = LLMEngine.from_config(config, report=report)
-    fit_threads(engine.model.weight_bytes, config.device)
-    return engine
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(prog="python -m rose.server.main", description=__doc__)
@@ -192,7 +181,7 @@ def main(arguments: list[str] | None = None) -> int:
         return run(
             options.channel,
             config.model,
-            lambda report: load(config, report),
+            lambda report: LLMEngine.from_config(config, report=report),
             stop_with_parent=options.stop_with_parent,
         )
     except RoseError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rose.utils.device import detect
+from rose.utils.device import DeviceFacts
 from rose.utils.log import get_logger
 
 ONE_THREAD_BYTES = 128 << 20
@@ -15,8 +15,11 @@ million (77 MB) ends its demo after 8 s with one and had not ended after 45 s wi
 _logger = get_logger(__name__)
 
 
-def fit_threads(weight_bytes: int, device: str) -> None:
-    """Give the whole process one thread where its model is too small for more; for processes that only run it."""
-    if detect(device).kind == "cpu" and weight_bytes < ONE_THREAD_BYTES:
+def fit_threads(weight_bytes: int, device: DeviceFacts) -> None:
+    """Give the whole process one thread where its model is too small for more, and log it."""
+    if device.kind == "cpu" and weight_bytes < ONE_THREAD_BYTES:
         torch.set_num_threads(1)
-        _logger.info("a model of %.1f MB on a CPU: one thread", weight_bytes / 1e6)
+        _logger.info(
+            "a model of %.1f MB on a CPU: one thread for this process (torch.set_num_threads for more)",
+            weight_bytes / 1e6,
+        )
