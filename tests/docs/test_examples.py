@@ -8,10 +8,13 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
 
+from fakes.servers import RunningServer
 from rose.cli.demo import WEATHER_TOOL
 from rose.cli.serve import EMBEDDED_MODEL
 
@@ -19,22 +22,74 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
 
-def _curl_bodies() -> list[dict]:
-    pages = ("api.md", "responses.md")
-    text = "\n".join((DOCS / page).read_text() for page in pages).replace("\\\n", " ")
-    commands = re.findall(r"^    (curl .*?\}')$", text, re.MULTILINE | re.DOTALL)
-    return [json.loads(words[words.index("-d") + 1]) for words in map(shlex.split, commands)]
+@dataclass(frozen=True)
+class Curl:
+    """A curl command as a page prints it, and the answer below it where there is one."""
+
+    page: str
+    path: str
+    headers: dict[str, str]
+    body: str
+    answer: str
+
+
+def _curls() -> list[Curl]:
+    found = []
+    for page in (ROOT / "README.md", DOCS / "api.md", DOCS / "responses.md"):
+        text = page.read_text().replace("\\\n", " ")
+        printed = re.findall(r"^ *(curl .*?\}')$(?:\n +(\{[^\n]*\})$)?", text, re.M | re.S)
+        assert len(printed) == len(re.findall(r"^ *curl ", text, re.M)), f"{page}: not read"
+        found += [_curl(page.name, command, answer) for command, answer in printed]
+    return found
+
+
+def _curl(page: str, command: str, answer: str) -> Curl:
+    # What curl sends with -d unless it is told another; the server refuses it.
+    headers = {"content-type": "application/x-www-form-urlencoded"}
+    path = body = ""
+    _, *words = shlex.split(command)
+    while words:
+        word = words.pop(0)
+        if word == "-H":
+            name, value = words.pop(0).split(": ")
+            headers[name.lower()] = value
+        elif word == "-d":
+            body = words.pop(0)
+        elif not word.startswith("-"):
+            path = re.sub(r"^(http://)?(localhost|127\.0\.0\.1):8000(?=/)", "", word)
+        else:
+            assert word in ("-s", "-sN"), f"{page}: this test does not know {word}"
+    return Curl(page, path, headers, body, answer)
 
 
 def test_curl_examples_name_the_model_that_rose_serve_runs():
-    bodies = [body for body in _curl_bodies() if "model" in body]  # /tokenize needs none
-    assert len(bodies) == 4
-    assert {body["model"] for body in bodies} == {EMBEDDED_MODEL.name}
+    names = [(curl.page, json.loads(curl.body).get("model")) for curl in _curls()]
+    assert [model for page, model in names if page == "README.md"] == ["gpt-oss-20b"]
+    others = [model for page, model in names if page != "README.md"]
+    assert len(others) == 6
+    assert set(others) == {EMBEDDED_MODEL.name, None}  # /tokenize and /detokenize need none
 
 
 def test_the_tool_of_the_curl_example_is_the_one_the_embedded_model_was_trained_on():
-    [tools] = [body["tools"] for body in _curl_bodies() if "tools" in body]
+    bodies = [json.loads(curl.body) for curl in _curls()]
+    [tools] = [body["tools"] for body in bodies if "tools" in body]
     assert tools == [WEATHER_TOOL]
+
+
+@pytest.mark.timeout(120)
+def test_curl_examples_are_answered_as_printed():
+    pytest.importorskip("torch", reason="the engine needs torch")
+    # README serves a folder called gpt-oss-20b: here the embedded model has that name too.
+    names = ("--served-model-name", EMBEDDED_MODEL.name, "--served-model-name", "gpt-oss-20b")
+    server = RunningServer("--device", "cpu", *names)
+    try:
+        with httpx.Client(base_url=server.url, timeout=60) as http:
+            for curl in _curls():
+                response = http.post(curl.path, headers=curl.headers, content=curl.body)
+                assert response.status_code == 200, f"{curl}: {response.text}"
+                assert not curl.answer or response.text == curl.answer, curl
+    finally:
+        server.stop()
 
 
 @pytest.mark.timeout(60)
