@@ -9,7 +9,7 @@
 //   scales   a token's one scale and the rows' one power of two meet the sums at the end of the tile. The SwiGLU is at
 //            most limit (limit + 1), which is 448 in units of `hidden_scale`: its E4M3 numbers need no largest one.
 //   sums     stay in the tensor core from the first product to the last: what its additions cut off is in
-//            docs/performance.md, as a calculation, and measured by moe_prefill_wide.py.
+//            docs/experiments/prefill_experts_wide.md, as a calculation, and measured by moe_prefill_wide.py.
 //   rows     gate and up of a channel lie in one thread: fragment row 8h + g of warp w of consumer c is channel
 //            8 chunk + g of the tile's 64, chunk = 4 (w / 2) + 2c + w % 2, h = 0 gate, h = 1 up; so the bytes of a
 //            consumer lie together in the order of columns that down reads. Down: row 64c + 16w + 8h + g.

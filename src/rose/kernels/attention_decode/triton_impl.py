@@ -161,7 +161,7 @@ def _combine_kernel(
 
 
 def choose(num_sequences: int, num_kv_heads: int, max_length: int, window: int | None) -> Launch:
-    """Choose the launch shape; timed on an H200 (132 SMs), docs/performance.md has the table.
+    """Choose the launch shape; timed on an H200 (132 SMs), docs/experiments/decode_kernels.md has the table.
 
     Four programs per SM are wanted: fewer leave the memory idle, more pay for their combination. Windows of
     two pages need no loop; from 64 sequences on, smaller programs fit more to an SM.

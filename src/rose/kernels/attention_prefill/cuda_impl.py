@@ -19,7 +19,7 @@ from rose.utils.device import num_multiprocessors
 
 VARIANTS = {38: "pieces of 64 rows, 128 keys, turns", 40: "window at once"}
 """What the numbers given to `launch_attention_prefill` mean: kFullVariant and kWindowVariant in kernel_sm90.cu. Numbers
-of docs/performance.md that are not here are gone."""
+of docs/experiments/prefill_attention.md that are not here are gone."""
 
 FULL_VARIANT = 38
 WINDOW_VARIANT = 40

@@ -121,7 +121,7 @@ def _prefill_kernel(
 
 
 def choose(head_dim: int, window: int | None) -> Launch:
-    """Choose the launch shape (docs/performance.md has the timings)."""
+    """Choose the launch shape (docs/experiments/prefill_attention.md has the best times)."""
     if window is not None:
         return Launch(block_queries=64, block_tokens=64, num_warps=4, num_stages=2)
     if head_dim <= 64:

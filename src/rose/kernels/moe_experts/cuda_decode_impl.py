@@ -67,7 +67,7 @@ def fitted(shape: Launch, num_tokens: int, sizes: Sizes, *, is_fp8: bool = False
 
 
 def choose(num_tokens: int, sizes: Sizes, *, is_fp8: bool = False) -> Launch:
-    """Return the launch shape, measured on an H200 (benchmarks/results, docs/performance.md).
+    """Return the launch shape, measured on an H200 (docs/experiments/decode_experts.md).
 
     Two blocks per SM hide one's unpacking behind the other's copies; with more than two tokens their shared
     memory leaves two stages each. Microseconds for mxfp4 at 1, 32, 64, 128 tokens: 32 experts 26, 141, 197, 331; 128

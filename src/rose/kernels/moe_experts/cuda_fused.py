@@ -32,7 +32,7 @@ HIDDEN_GROUP = 128
 VARIANTS = {"r256": 256, "r128": 128}
 """Rows of a tile: 256 (x 128 columns; the only one for mxfp4) or 128 (x 256 columns)."""
 DEFAULT = VARIANTS["r256"]
-"""Of MXFP4; E4M3 is fastest with r128 where routing is spread (docs/performance.md)."""
+"""Of MXFP4; E4M3 is fastest with r128 where routing is spread (docs/experiments/prefill_experts.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

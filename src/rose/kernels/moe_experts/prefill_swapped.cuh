@@ -15,9 +15,9 @@
 //   rows     gate and up of a channel lie in one thread: fragment row 8h + g of warp w in slab s is channel
 //            32s + 8w + g of the consumer's 64, h = 0 gate, h = 1 up. Down: row 64s + 16w + 8h + g.
 // Expansion of a slab's next codes runs beside the products of the other slab.
-// Why not slabs in turns, products always on their way: measured, 5 to 9 % slower (docs/performance.md). Why not three
-// consumers of 64 rows: 192 rows are 96 channels, another group of the SwiGLU's scales than the 128 of every other format
-// here, and 4/3 as many loads of scales and tokens for a product.
+// Why not slabs in turns, products always on their way: measured, 5 to 9 % slower
+// (docs/experiments/prefill_experts.md). Why not three consumers of 64 rows: 192 rows are 96 channels, another group of
+// the SwiGLU's scales than the 128 of every other format here, and 4/3 as many loads of scales and tokens for a product.
 #pragma once
 
 #include "prefill_permute.cuh"
