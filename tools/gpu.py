@@ -292,10 +292,13 @@ def _kernel_steps(asked: Asked) -> Iterator[Step]:
     splits = ("benchmarks/attention_decode_splits.py", "--seconds", "90", *json)
     packages = ("torch", "triton", *ENGINE_PACKAGES)
     yield Step(name="attention splits", words=splits, seconds=105, packages=packages, tools=())
-    for what, words in WIDE_TRIALS:
+    for what, words in WIDE_TRIALS if "120b" in asked.sizes else ():
         line = tuple(f"benchmarks/cuda_wide_trial.py wide bench {words} --size 120b".split())
         line += ("--device", asked.device, *asked.record("wide"))  # apart: not what is bound
-        yield Step(name=f"wide experts, {what}", words=line, seconds=70, packages=packages)
+        yield Step(
+            name=f"120b wide experts, {what}", words=line, seconds=70, packages=packages,
+            has_engine=what == "latency",
+        )  # fmt: skip
     words = ("-m", "rose.bench.kernels", "--device", asked.device, *json)
     yield Step(name="kernels", words=words, seconds=300)
 

@@ -59,8 +59,8 @@ def measured(monkeypatch):
 def test_every_rose_command_line_is_taken(gpu, measured):
     asked = _asked(gpu, commit="abc")
     steps = [*gpu.check_steps(asked), *gpu.bench_steps(asked)]
-    lines = [s.words[2:] for s in steps if s.words[1] == "rose.cli.main"]
-    assert len(lines) == 6 + 2 * 5
+    lines = [s.words[2:] for s in steps if s.words[2] == "bench"]
+    assert len(lines) == 6 + 2 * 5 + 2
     for words in lines:
         result = CliRunner().invoke(cli, [w.replace(gpu.UNTIL, "60") for w in words])
         assert result.exit_code == 0, (words, result.output)
@@ -70,6 +70,12 @@ def test_every_rose_command_line_is_taken(gpu, measured):
         assert options["commit"] == "abc"
         assert options["device"] == "cuda"
         assert options["path"].parent == Path("results").absolute()
+
+
+def test_steps_are_those_of_the_sizes_that_were_asked_for(gpu):
+    names = [s.name for s in gpu.bench_steps(_asked(gpu, "20b"))]
+    assert "20b sweep" in names
+    assert not any("120b" in name for name in names)
 
 
 def test_a_sweep_has_every_cell_that_was_to_be_measured(gpu, measured):
@@ -108,7 +114,7 @@ def test_scripts_are_there_and_take_their_words(gpu):
     }  # fmt: skip
     for step in steps:
         if "bench" in step.words:
-            continue  # the words behind it are rose's own
+            continue  # the words behind it are rose's own: the test above takes them
         text = (ROOT / step.words[0]).read_text()
         if " parse," in text:  # scripts of decode kernels share their options
             text += (ROOT / "benchmarks/decode_variants2.py").read_text()
