@@ -18,6 +18,7 @@ from rose.config.engine import EngineConfig, KernelsConfig
 from rose.config.quant import QuantConfig
 from rose.config.scheduler import SchedulerConfig
 from rose.decoders.build import build_decoder
+from rose.kernels import registry
 from rose.layers.own_pages import OwnPages
 from rose.models.gpt_oss.config import published
 from rose.models.registry import entry
@@ -137,6 +138,7 @@ def test_what_never_fits_says_what_it_takes():
 
 
 CHANGES = {
+    r"raise cache.kv_tokens to (\d+)": ("cache", "kv_tokens"),
     r"raise cache.memory_fraction to ([\d.]+)": ("cache", "memory_fraction"),
     r"lower cache.memory_fraction to ([\d.]+)": ("cache", "memory_fraction"),
     r"lower cache.kv_tokens to (\d+)": ("cache", "kv_tokens"),
@@ -185,6 +187,44 @@ def test_each_change_that_a_refusal_names_makes_it_fit(device_gib, free_gib, cha
     assert len(found) >= least, text
     for changed in found:
         planner.plan(changed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        (
+            {"cache": CacheConfig(kv_tokens=100), "context_tokens": 4096},
+            "raise cache.kv_tokens to 4096, or lower context_tokens to 128",
+        ),
+        ({"cache": CacheConfig(kv_tokens=64)}, "raise cache.kv_tokens to 128"),
+        ({"scheduler": SchedulerConfig(max_sequences=1_000_000)}, "lower scheduler.max_sequences"),
+    ],
+)
+def test_a_value_that_fits_nothing_is_answered_with_one_that_fits(changes, advice):
+    asked = EngineConfig(model="m", quant=QuantConfig(weights="fp8_block"), **changes)
+    config = asked.resolve(H200, checkpoint_format="mxfp4")
+    planner = replace(_planner(), asked=asked.scheduler)
+    with pytest.raises(ConfigError) as caught:
+        planner.plan(config)
+    text = str(caught.value)
+    assert f"What fits: {advice}" in text
+    count = re.search(r"lower scheduler.max_sequences to (\d+)", text)
+    if count is not None:
+        scheduler = SchedulerConfig(max_sequences=int(count[1]))
+        again = replace(asked, scheduler=scheduler)
+        planner.plan(again.resolve(H200, checkpoint_format="mxfp4"))
+
+
+def test_a_step_that_was_asked_for_does_not_follow_fewer_sequences():
+    """The most sequences fit only with a step that shrinks with them: where it was given, that is no advice."""
+    given = SchedulerConfig(
+        max_sequences=1_000_000, max_step_tokens=1_000_000, max_mixed_tokens=1_000_000
+    )
+    small = replace(H200, memory_bytes=30 * GIB)
+    config = _config(weights="fp8_block", scheduler=given)
+    with pytest.raises(ConfigError) as caught:
+        replace(_planner(device=small), asked=given).plan(config)
+    assert "max_sequences to" not in str(caught.value)
 
 
 def test_batch_invariance_is_on_on_a_cpu_and_refused_by_name_where_kernels_lack_it():
@@ -307,11 +347,31 @@ def test_inspect_shows_the_plan_that_serving_makes(folder, capsys, monkeypatch):
 
 def test_inspect_plans_for_an_h200_on_any_machine_and_names_flags(folder, capsys):
     assert run(["inspect", str(folder), "--plan-for", "h200"]) == 0
-    assert "140.40 GiB  NVIDIA H200" in capsys.readouterr().out
-    assert run(["inspect", str(folder), "--plan-for", "h200", "--kv-tokens", "900000000"]) == 0
     printed = capsys.readouterr().out
-    assert "memory plan refused: kv_tokens=900000000" in printed
-    assert "lower --kv-tokens (cache.kv_tokens) to " in printed
+    assert "140.40 GiB  NVIDIA H200" in printed
+    assert printed.endswith("\nthe plan fits on NVIDIA H200\n")
+
+
+def test_inspect_ends_with_the_verdict_and_fails_where_a_plan_is_refused(folder, capsys):
+    words = ["inspect", str(folder), "--plan-for", "h200", "--kv-tokens", "900000000"]
+    assert run([*words, "--json"]) == run(words) == 1
+    printed = capsys.readouterr().out
+    *_, complete, refused = printed.splitlines()
+    assert complete == "complete: every tensor is in its place"
+    assert refused.startswith("memory plan refused: kv_tokens=900000000")
+    assert "lower --kv-tokens (cache.kv_tokens) to " in refused
+
+
+@pytest.mark.parametrize("plan_for", ["h200", "here"])
+def test_inspect_says_that_without_triton_a_gpu_is_planned_too_large(
+    folder, capsys, monkeypatch, plan_for
+):
+    left_out = {"attention_prefill": [("triton_impl", "triton is not installed")]}
+    monkeypatch.setattr(registry, "left_out", lambda name: left_out.get(name, []))
+    words = ["inspect", str(folder), "--device", "cpu", "--plan-for", plan_for]
+    assert run(words) == 0
+    said = "note: triton is not installed here, so attention_prefill are planned"
+    assert (said in capsys.readouterr().out) == (plan_for == "h200")
 
 
 def test_halves_are_powers_of_two_below():

@@ -13,6 +13,7 @@ from rose.cli.options import Choice, given_values, numbers, tree_options
 from rose.config import cli as config_cli
 from rose.config.cli import build
 from rose.config.engine import EngineConfig
+from rose.utils.device import DeviceFacts
 
 EXIT_NOT_CLEAN = 1
 
@@ -37,7 +38,8 @@ EXIT_NOT_CLEAN = 1
 @click.option("--json", "is_json", is_flag=True, help="Print one JSON object.")
 @tree_options(EngineConfig, skip=frozenset({"model", "parallel.tp"}))
 def inspect(folder: Path, sizes: list[int], plan_for: str, is_json: bool, **arguments: Any) -> int:
-    """Show what checkpoint DIR holds and needs; exit code 1 where tensors are missing, unused or misshapen.
+    """Show what checkpoint DIR holds and needs; exit code 1 where tensors are missing, unused or misshapen, or where
+    the memory plan is refused.
 
     The options of the engine change the memory plan, which is the one that `rose serve` makes before it loads.
     """
@@ -49,7 +51,8 @@ def inspect(folder: Path, sizes: list[int], plan_for: str, is_json: bool, **argu
         click.echo(json.dumps(report, indent=2))
     else:
         _print(report)
-    return 0 if report["is_complete"] else EXIT_NOT_CLEAN
+    is_good = report["is_complete"] and "refused" not in report["plan"]
+    return 0 if is_good else EXIT_NOT_CLEAN
 
 
 def describe(folder: Path, sizes: list[int]) -> dict[str, Any]:
@@ -100,19 +103,38 @@ def plan(config: EngineConfig, checkpoint_format: str, plan_for: str) -> dict[st
         model_config=entry.weights.read_config(folder),
         device=device,
         free_bytes=None if plan_for == "h200" else free_bytes(device),
+        asked=config.scheduler,
     )
     resolved = config.resolve(device, checkpoint_format=checkpoint_format)
     try:
         made = planner.plan(resolved)
     except ConfigError as error:
-        return {"device": device.name, "refused": str(error)}
+        return {"device": device.name, "notes": notes(device), "refused": str(error)}
     return {
         "device": device.name,
+        "notes": notes(device),
         "lines": planner.lines(resolved, made),
         "bytes": {**asdict(made.use), "kv": made.kv_bytes, "total": made.total},
         "num_pages": made.num_pages,
         "kv_tokens": made.kv_tokens,
     }
+
+
+def notes(device: DeviceFacts) -> list[str]:
+    """Say where what is installed here makes a plan larger than that of a machine which serves on this device."""
+    from rose.kernels import registry
+
+    lacking = [
+        name
+        for name in registry.operation_names()
+        if any("triton" in why for _, why in registry.left_out(name))
+    ]
+    if device.kind != "cuda" or not lacking:
+        return []
+    return [
+        f"triton is not installed here, so {', '.join(lacking)} are planned with what is left: attention falls back to "
+        "torch, whose workspace is larger; where triton is installed the plan needs less; install it to see that plan"
+    ]
 
 
 def _memory(model: Any, config: Any, table: list[Any], size: int) -> dict[str, Any]:
@@ -179,16 +201,23 @@ def _print(report: dict[str, Any]) -> None:
         table.add_row(str(row["tp"]), *map(gib, (*row["weight_bytes"].values(), *kv)))
     table.title = "memory per GPU: weights by format, bf16 KV of full layers and of sliding windows"
     console.print(table)
-    made = report["plan"]
-    options = config_cli.options(EngineConfig)
-    if "refused" in made:
-        click.echo(f"memory plan refused: {config_cli.with_flags(made['refused'], options)}")
-    else:
-        click.echo("memory plan, with the kernels that can be bound on this machine:")
-        for line in made["lines"]:
-            click.echo(f"  {line}")
     for problem in report["problems"]:
         click.echo(f"problem: {problem}")
     click.echo(
         "complete: every tensor is in its place" if report["is_complete"] else "NOT complete"
     )
+    _print_plan(report["plan"])
+
+
+def _print_plan(made: dict[str, Any]) -> None:
+    """The verdict comes last, where it is looked for."""
+    for note in made["notes"]:
+        click.echo(f"note: {note}")
+    if "refused" in made:
+        text = config_cli.with_flags(made["refused"], config_cli.options(EngineConfig))
+        click.echo(f"memory plan refused: {text}")
+        return
+    click.echo("memory plan, with the kernels that can be bound on this machine:")
+    for line in made["lines"]:
+        click.echo(f"  {line}")
+    click.echo(f"the plan fits on {made['device']}")

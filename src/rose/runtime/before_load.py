@@ -12,6 +12,7 @@ from typing import Any
 from rose.cache.layout import CacheLayout
 from rose.config.engine import EngineConfig
 from rose.config.model import ModelConfig
+from rose.config.scheduler import SchedulerConfig
 from rose.models.registry import ModelEntry
 from rose.runtime import memory_words
 from rose.runtime.footprint import footprint
@@ -19,6 +20,7 @@ from rose.runtime.limits import context_limit
 from rose.runtime.memory import MemoryPlan, MemoryUse, plan_memory
 from rose.utils.device import DeviceFacts
 from rose.utils.errors import ConfigError
+from rose.utils.math import round_up
 
 _FRACTIONS = (0.95, 0.98)
 _FORMATS = ("mxfp4", "fp8_block", "fp8_block_all", "bf16")
@@ -38,6 +40,8 @@ class Planner:
     device: DeviceFacts
     free_bytes: int | None = None
     """Of the device, before anything of this engine is on it; None: not known."""
+    asked: SchedulerConfig | None = None
+    """Before it was resolved: budgets that nobody gave follow a change of `max_sequences`. None: all were given."""
     _uses: dict[tuple[Any, ...], MemoryUse] = field(default_factory=dict, init=False)
     """Found already: trying changes asks for the same again and again."""
 
@@ -108,7 +112,8 @@ class Planner:
     def _changes_that_fit(self, config: EngineConfig) -> str:
         """Try each option by itself; say the first value of each that fits."""
         found: dict[str, str] = {}
-        for place, advice, changed in _changes(config, self.device, self.free_bytes):
+        asked = self.asked or config.scheduler
+        for place, advice, changed in _changes(config, self.device, self.free_bytes, asked):
             if place not in found and self._is_fitting(changed):
                 found[place] = advice
         if found:
@@ -128,7 +133,7 @@ class Planner:
 
 
 def _changes(
-    config: EngineConfig, device: DeviceFacts, free_bytes: int | None
+    config: EngineConfig, device: DeviceFacts, free_bytes: int | None, asked: SchedulerConfig
 ) -> Iterator[tuple[str, str, EngineConfig]]:
     """Yield (option, advice, configuration) of changes worth trying, the mildest of each option first."""
     cache, scheduler = config.cache, config.scheduler
@@ -144,11 +149,17 @@ def _changes(
             changed = replace(cache, memory_fraction=fraction)
             yield "fraction", advice, replace(config, cache=changed)
     else:
-        for tokens in _halves(cache.kv_tokens, max(_LEAST_TOKENS, cache.page_tokens)):
-            advice = f"lower cache.kv_tokens to {tokens}"
+        least = config.context_tokens or 2 * cache.page_tokens
+        is_short = cache.kv_tokens < least
+        fewer = _halves(cache.kv_tokens, max(_LEAST_TOKENS, cache.page_tokens))
+        for tokens in (least,) if is_short else fewer:
+            advice = f"{'raise' if is_short else 'lower'} cache.kv_tokens to {tokens}"
             yield "kv", advice, replace(config, cache=replace(cache, kv_tokens=tokens))
     if config.context_tokens is not None:
-        for tokens in _halves(config.context_tokens, _LEAST_TOKENS):
+        # What the KV cache holds in whole pages, be it less than anybody would guess at.
+        held = round_up(cache.kv_tokens or config.context_tokens, cache.page_tokens)
+        shorter = [held] if held < config.context_tokens else []
+        for tokens in (*shorter, *_halves(config.context_tokens, _LEAST_TOKENS)):
             yield (
                 "context",
                 f"lower context_tokens to {tokens}",
@@ -165,11 +176,8 @@ def _changes(
         yield "step", advice, replace(config, scheduler=changed)
     for count in _halves(scheduler.max_sequences, _LEAST_SEQUENCES):
         advice = f"lower scheduler.max_sequences to {count}"
-        yield (
-            "sequences",
-            advice,
-            replace(config, scheduler=replace(scheduler, max_sequences=count)),
-        )
+        changed = replace(asked, max_sequences=count).resolve(device.kind)
+        yield "sequences", advice, replace(config, scheduler=changed)
     if config.quant.kv_element != "e4m3" and (
         device.kind == "cpu" or device.capability >= _E4M3_CAPABILITY
     ):

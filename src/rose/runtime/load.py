@@ -60,7 +60,11 @@ def _load(config: EngineConfig, device: DeviceFacts, report: Callable[[str], Non
     require_one_device(resolved.parallel)
     require_implementations(resolved.kernels.only)
     planner = Planner(
-        entry=model_entry, model_config=model_config, device=device, free_bytes=free_bytes(device)
+        entry=model_entry,
+        model_config=model_config,
+        device=device,
+        free_bytes=free_bytes(device),
+        asked=config.scheduler,
     )
     planner = _when_free(planner, resolved, report)
     planned = planner.plan(resolved)
