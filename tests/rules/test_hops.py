@@ -1,4 +1,4 @@
-"""The hop list of docs/life_of_a_request.md names places that exist."""
+"""docs/life_of_a_request.md names places that exist."""
 
 from __future__ import annotations
 
@@ -9,16 +9,24 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/life_of_a_request.md"
 HOP = re.compile(r"^\| \d+ \| (\S+\.py) : ([\w.]+) \|", re.MULTILINE)
 
 
 def hops() -> list[tuple[str, str]]:
     """Return (file, dotted name) of every row."""
-    return HOP.findall((ROOT / "docs/life_of_a_request.md").read_text())
+    return HOP.findall(PAGE.read_text())
 
 
 def test_the_page_lists_all_hops():
     assert len(hops()) == 16
+
+
+def test_files_named_in_the_text_exist():
+    named = re.findall(r"`([\w/]+\.py)`", PAGE.read_text())
+    assert named
+    wrong = [f for f in named if not any((ROOT / d / f).is_file() for d in ("src/rose", "."))]
+    assert not wrong, f"neither below src/rose nor below the root: {wrong}"
 
 
 @pytest.mark.parametrize(("file", "name"), hops())

@@ -83,6 +83,13 @@ def test_an_h200_holds_the_published_models(size, weights, gib, tokens):
         assert part in table
 
 
+def test_the_plan_that_the_page_shows_is_the_one_of_the_120b():
+    planner, config = _planner("120b"), _config(weights="auto")
+    shown = "\n".join(f"    {line}" for line in planner.lines(config, planner.plan(config)))
+    page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
+    assert f"\n\n{shown}\n\n" in page, shown
+
+
 def test_what_is_left_is_of_what_is_free_where_that_is_known():
     config = _config(weights="fp8_block")
     for free_bytes, words in ((None, "of the device"), (130 * GIB, "of what is free")):
