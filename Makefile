@@ -45,7 +45,9 @@ train: ## train the embedded model anew
 # DRY=1 for the plan alone.
 SIZES ?= 20b,120b
 OUT ?= benchmarks/results
-GPU = $(PYTHON) tools/gpu.py
+# A PYTHON that was named, else the one that the other words install into, where they have.
+GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(VENV)/python),$(PYTHON)),$(PYTHON))
+GPU = $(GPU_PYTHON) tools/gpu.py
 GPU_WORDS = --commit "$(COMMIT)" --sizes "$(SIZES)" --only "$(ONLY)" --out "$(OUT)" \
 	$(if $(BUDGET),--budget $(BUDGET)) $(if $(DRY),--dry-run)
 gpu-check: ## kernels x cases, sanitizers, the model against its reference, on a machine with torch, triton, a GPU

@@ -5,6 +5,7 @@ usage: gpu.py check|bench [--commit HASH] [--out DIR] [--sizes 20b,120b] [--only
 Standard library only; each step is a process of its own, so that one that fails stops no other. What cannot run here,
 what does not fit into the budget and what was cut off is said, with the reason, and makes the exit code 1: an
 incomplete run is no pass. Results are appended line by line, so that a run that is cut loses what it had begun only.
+A dry run is a plan: one table, what is missing here, exit code 0.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import date
@@ -355,8 +357,7 @@ class Run:
         if seconds > left:
             outcome = f"left out: takes about {seconds} s, {max(left, 0):.0f} s are left"
         elif self.is_dry:
-            here = f"; here {lacks}" if lacks else ""
-            outcome = f"would run, about {seconds} s, {limit:.0f} s at most{here}"
+            outcome = f"would run, about {seconds} s, {limit:.0f} s at most"
         elif lacks:
             outcome = f"left out: {lacks}"
         else:
@@ -365,7 +366,8 @@ class Run:
         self.planned += seconds * is_taken
         self.is_cold &= not (is_taken and step.has_engine)
         self.outcomes[step.name] = outcome
-        _say(f"-- {step.name}: {outcome}")
+        if not self.is_dry:
+            _say(f"-- {step.name}: {outcome}")
 
     def _run(self, step: Step, limit: float) -> str:
         words = [word.replace(UNTIL, f"{max(limit - LEAST_ROOM, 1):.0f}") for word in step.words]
@@ -414,15 +416,20 @@ def copy_patched(patch: Path, tree: Path) -> None:
 def run(
     steps: list[Step], *, is_dry: bool, budget: float | None = None, is_cold: bool = False
 ) -> int:
-    """Take all steps, print what became of each, return 0 where all ran and passed."""
+    """Take all steps, print what became of each, return 0 where all ran and passed, and for a dry run."""
     taken = Run(budget=budget, is_dry=is_dry, is_cold=is_cold)
     for step in steps:
         taken.take(step)
-    _say("")
+    if not is_dry:
+        _say("")
     for name, outcome in taken.outcomes.items():
         _say(f"{name:40} {outcome}")
     if is_dry:
         _say(f"{'estimate':40} {taken.planned:.0f} s")
+        lacking = Counter(text for step in steps for text in missing(step))
+        for text, count in lacking.items():
+            _say(f"{text}; {count} of {len(steps)} steps need it (looked for by {sys.executable})")
+        return 0
     return 0 if all(outcome.startswith("ok") for outcome in taken.outcomes.values()) else 1
 
 
