@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -32,10 +33,39 @@ LINE = {
 CELL = ("prefill", "20b", 1, 1, 1, 8192)
 
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
 def _read(tmp_path, *lines, name="r.jsonl"):
     path = tmp_path / name
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return read([path])
+
+
+def test_figures_of_the_peer_are_those_of_its_lines():
+    lines = [json.loads(x) for x in (RESULTS / "peer-20261130.jsonl").read_text().splitlines()]
+    lines = [x for x in lines if "figure" in x and x.get("graph_sizes", 8) == 8]
+    for cell in TARGETS.cells.values():
+        wanted = {"cell": cell.bench, "model": cell.model, "unit": cell.unit, **cell.numbers}
+        found = [x["figure"] for x in lines if wanted.items() <= x.items()]
+        assert found == ([] if cell.peer is None else [cell.peer]), wanted
+    for many in TARGETS.prefill_many:
+        wanted = {"cell": "prefill_many", **many}
+        figure = wanted.pop("peer_tokens_per_s")
+        assert [x["figure"] for x in lines if wanted.items() <= x.items()] == [figure], wanted
+
+
+def test_what_exactness_the_figures_cost_stands_before_the_tables(tmp_path):
+    accuracy = {**LINE, "bench": "accuracy", "layers": 2, "relative_error_of_logits": {
+        "pytorch_bf16": 0.08, "pytorch_bf16_last_tokens": 0.14, "prefill": 0.1,
+        "prefill_against_rounded": 0.088, "decode_after_prefill": 0.07,
+    }}  # fmt: skip
+    other = {**accuracy, "model": "tiny"}
+    text, _ = markdown(_read(tmp_path, LINE, accuracy, other), TARGETS).split("## gpt-oss-20b")
+    measured = "prefill 1.25, or 1.10 where float32 rounds the same inputs, decode 0.50."
+    assert f"in PyTorch: 20b (2 layers, random weights) {measured}" in text
+    text, _ = markdown(_read(tmp_path, LINE), TARGETS).split("## gpt-oss-20b")
+    assert "in PyTorch: to be measured" in text
 
 
 def test_the_newest_line_of_a_cell_counts_not_the_best(tmp_path):

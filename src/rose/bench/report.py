@@ -33,7 +33,7 @@ def markdown(
     price: float = PRICE,
 ) -> str:
     """Return the whole report; `charts` are (caption, link) pairs."""
-    blocks = ["# Results", _intro(targets)]
+    blocks = ["# Results", _intro(targets), _exactness(results, targets)]
     blocks += [f"![{caption}]({link})" for caption, link in charts]
     models = list(dict.fromkeys(cell.model for cell in targets.cells.values()))
     for model in models:
@@ -65,6 +65,29 @@ def _intro(targets: Targets) -> str:
             "",
             *sources,
         ]
+    )
+
+
+def _exactness(results: Results, targets: Targets) -> str:
+    """Return what the figures cost in exactness, from the accuracy lines of the models in the tables."""
+    models = {cell.model for cell in targets.cells.values()}
+    lines = [x for x in results.others.get("accuracy", []) if x["model"] in models]
+    measured = "; ".join(map(_error_ratios, lines)) or "to be measured"
+    return (
+        "How exact the figures are: in prefill the inputs of the experts are rounded to E4M3, and their weights are "
+        "exact within its range; in decode the inputs are bf16. The peer multiplies bf16 by MXFP4 in both. Error of "
+        f"the logits against float32, over that of a bf16 model in PyTorch: {measured}."
+    )
+
+
+def _error_ratios(line: Line) -> str:
+    errors = line["relative_error_of_logits"]
+    prefill = errors["prefill"] / errors["pytorch_bf16"]
+    decode = errors["decode_after_prefill"] / errors["pytorch_bf16_last_tokens"]
+    rounded = ratios(errors)["prefill"]
+    return (
+        f"{line['model']} ({line['layers']} layers, random weights) prefill {prefill:.2f}, or {rounded:.2f} where "
+        f"float32 rounds the same inputs, decode {decode:.2f}"
     )
 
 
