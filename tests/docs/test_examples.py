@@ -16,10 +16,17 @@ import pytest
 
 from fakes.servers import RunningServer
 from rose.cli.demo import WEATHER_TOOL
+from rose.cli.main import COMMANDS, run
 from rose.cli.serve import EMBEDDED_MODEL
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+
+
+def test_readme_has_every_command():
+    listed = re.findall(r"^\| `rose (\w+)[^|]*` \|", README.read_text(), re.M)
+    assert sorted(listed) == sorted(COMMANDS)
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,7 @@ class Curl:
 
 def _curls() -> list[Curl]:
     found = []
-    for page in (ROOT / "README.md", DOCS / "api.md", DOCS / "responses.md"):
+    for page in (README, DOCS / "api.md", DOCS / "responses.md"):
         text = page.read_text().replace("\\\n", " ")
         printed = re.findall(r"^ *(curl .*?\}')$(?:\n +(\{[^\n]*\})$)?", text, re.M | re.S)
         assert len(printed) == len(re.findall(r"^ *curl ", text, re.M)), f"{page}: not read"
@@ -77,7 +84,7 @@ def test_the_tool_of_the_curl_example_is_the_one_the_embedded_model_was_trained_
 
 
 @pytest.mark.timeout(120)
-def test_curl_examples_are_answered_as_printed():
+def test_examples_are_answered_as_printed(capsys):
     pytest.importorskip("torch", reason="the engine needs torch")
     # README serves a folder called gpt-oss-20b: here the embedded model has that name too.
     names = ("--served-model-name", EMBEDDED_MODEL.name, "--served-model-name", "gpt-oss-20b")
@@ -88,6 +95,10 @@ def test_curl_examples_are_answered_as_printed():
                 response = http.post(curl.path, headers=curl.headers, content=curl.body)
                 assert response.status_code == 200, f"{curl}: {response.text}"
                 assert not curl.answer or response.text == curl.answer, curl
+        [terms] = re.findall(r'^rose chat --once "What is (.*)\?"$', README.read_text(), re.M)
+        question = f"What is {terms}?"
+        assert run(["chat", "--url", server.url, "--temperature", "0", "--once", question]) == 0
+        assert f"{terms} = {sum(map(int, terms.split(' + ')))}." in capsys.readouterr().out
     finally:
         server.stop()
 

@@ -84,6 +84,7 @@ def test_an_h200_holds_the_published_models(size, weights, gib, tokens):
 
 
 def test_the_plan_that_the_page_shows_is_the_one_of_the_120b():
+    pytest.importorskip("triton", reason="without triton the kernels planned take more")
     planner, config = _planner("120b"), _config(weights="auto")
     shown = "\n".join(f"    {line}" for line in planner.lines(config, planner.plan(config)))
     page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
