@@ -6,13 +6,18 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from rose.config.engine import KernelsConfig
+import rose
+from rose.cli.main import run
+from rose.config.cache import CacheConfig
+from rose.config.engine import EngineConfig, KernelsConfig
 from rose.config.quant import QuantConfig
+from rose.engine.engine import LLMEngine
 from rose.kernels import registry
 from rose.kernels.__main__ import main as kernels_main
 from rose.kernels.formats import plain
@@ -22,6 +27,7 @@ from rose.layers.build import LayerBuild
 from rose.utils.device import CPU, DeviceFacts
 from rose.utils.errors import ContractError
 
+EMBEDDED = Path(rose.__file__).parent / "assets" / "tiny-gpt-oss"
 H200 = DeviceFacts(kind="cuda", name="H200", capability=(9, 0))
 
 
@@ -170,10 +176,38 @@ def test_explain_says_why_for_each_regime_and_implementation(operation):
     lines = registry.explain("scale", formats={"activation": "bf16"}, sizes={"D": 4})
     assert len(lines) == 2 * len(REGIMES)
     assert ("decode 1..16", "fast", "bound (tuned)") in lines
-    assert ("decode 1..16", "slow", "lower band than the bound one (portable)") in lines
+    assert ("decode 1..16", "slow", "another is bound before it (portable)") in lines
     prefill = str(REGIMES[-1])
     assert (prefill, "fast", "only for decode") in lines
     assert (prefill, "slow", "bound (portable)") in lines
+
+
+def test_explain_follows_the_batch_invariant_mode_as_bind_does(operation):
+    add("fast", Band.TUNED)
+    add("steady", Band.PORTABLE, is_batch_invariant=True)
+    given = {"formats": {"activation": "bf16"}, "sizes": {"D": 4}, "batch_invariant": True}
+    lines = registry.explain("scale", **given)
+    assert ("decode 1..16", "fast", "its results may depend on the batch") in lines
+    assert ("decode 1..16", "steady", "bound (portable)") in lines
+    assert {i.name for i in registry.bind("scale", **given).table.values()} == {"steady"}
+
+
+def test_the_explain_command_tells_what_serving_binds_on_a_cpu(capsys, caplog):
+    config = EngineConfig(model=str(EMBEDDED), device="cpu", cache=CacheConfig(kv_tokens=1024))
+    with caplog.at_level("INFO", "rose.engine.engine"):
+        LLMEngine.from_config(config)
+    rows = [m.split() for m in caplog.messages if m.endswith(" everywhere")]
+    served = {(operation, kernel) for operation, kernel, _ in rows}
+    assert ("attention_decode", "torch_invariant") in served
+    words = ["kernels", "explain", *sorted({n for n, _ in served}), "--device", "cpu"]
+    assert run(words) == 0
+    operation, bound = "", set()
+    for line in capsys.readouterr().out.splitlines():
+        if " on cpu, formats " in line:
+            operation = line.split()[0]
+        elif "bound (" in line:
+            bound.add((operation, line.partition(" bound (")[0].split()[-1]))
+    assert bound == served
 
 
 def test_a_toolchain_that_is_not_installed_is_explained(monkeypatch):
@@ -257,6 +291,22 @@ def test_explain_and_list_answer_an_unknown_operation_with_the_known_ones(capsys
         assert (
             "error: operation 'rmsnorm' is not known; known: attention" in capsys.readouterr().err
         )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [([], "required: verb"), (["lst"], "invalid choice: 'lst'")]
+)
+def test_a_mistake_is_one_line_that_names_the_command_typed(words, said, capsys):
+    with pytest.raises(SystemExit) as caught:
+        kernels_main(words, prog="rose kernels")
+    [line] = capsys.readouterr().err.splitlines()
+    assert caught.value.code == 2
+    assert line.startswith("error: ")
+    assert said in line
+    assert line.endswith("; see rose kernels --help")
+    with pytest.raises(SystemExit):
+        kernels_main(["--help"], prog="rose kernels")
+    assert "python -m" not in capsys.readouterr().out
 
 
 def test_list_shows_what_is_left_out_and_why(monkeypatch, capsys):

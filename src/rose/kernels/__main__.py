@@ -10,26 +10,52 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rose.kernels import registry
 from rose.kernels.bench import bench_all
 from rose.kernels.build import define_in_all
+from rose.kernels.cases import Case
 from rose.kernels.check import cases_module, check_all
 from rose.kernels.sanitize import TOOLS, sanitizer_command
-from rose.utils.device import detect
+from rose.utils.device import DeviceFacts, detect
 from rose.utils.errors import RoseError
 
 EXIT_INTERRUPTED = 130
 """128 and the number of SIGINT, as shells count."""
 
 
-def main(argv: Sequence[str] | None = None, *, prog: str = "python -m rose.kernels") -> int:
-    """Run one verb; return 1 where a check failed. `argv` None: the arguments of the process."""
-    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
+class _Parser(argparse.ArgumentParser):
+    """Answers a mistake with one line, as the other commands of rose do."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with status 2."""
+        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What a server resolves on a device; this package knows no configuration."""
+
+    formats: dict[str, str]
+    """Operand -> format, of those that the weights do not decide."""
+    is_batch_invariant: bool
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    prog: str = "python -m rose.kernels",
+    served: Callable[[DeviceFacts], Served] | None = None,
+) -> int:
+    """Run one verb; return 1 where a check failed.
+
+    `argv` None: the arguments of the process. `served`: what `explain` begins with; None: with each first case.
+    """
+    parser = _Parser(prog=prog, description=(__doc__ or "").replace("python -m rose.kernels", prog))
     verbs = ["list", "explain", "check", "bench", "sanitize", "aot"]
     parser.add_argument("verb", choices=verbs)
     parser.add_argument("operations", nargs="*", default=[], help="operation names; all if none")
@@ -66,7 +92,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m rose.kerne
     )
     parser.add_argument("--cache", type=Path, metavar="DIR", help="aot: where results are kept")
     # Intermixed: names of operations may stand behind options too; plain parsing takes no more of them there.
-    arguments = parser.parse_intermixed_args(argv)
+    arguments = parser.parse_intermixed_args(argv, argparse.Namespace(served=served))
     try:
         return globals()[f"_{arguments.verb}"](arguments)
     except RoseError as error:
@@ -93,15 +119,38 @@ def _list(arguments: argparse.Namespace) -> int:
 
 def _explain(arguments: argparse.Namespace) -> int:
     device = detect(arguments.device)
+    if arguments.served is None:
+        served = Served(formats={}, is_batch_invariant=False)
+        _say("in the formats of each first case; rose kernels explain begins with what is served:")
+    else:
+        served = arguments.served(device)
+        _say("as rose serve binds where no option is given:")
     for name in arguments.operations or registry.operation_names():
         registry.load(name)  # an unknown name is told with the known ones
-        case = cases_module(name).CASES[0]
-        _say(f"{name} on {device.name}, formats {dict(case.formats)}, sizes {dict(case.sizes)}")
+        cases = cases_module(name).CASES
+        sizes, formats = cases[0].sizes, _served_formats(cases, served.formats)
+        # The mode is one of layers; sampling and masks, for which no kernel claims it, are bound without it.
+        is_invariant = served.is_batch_invariant and any(
+            i.is_batch_invariant for i in registry.implementations(name)
+        )
+        mode = ", batch-invariant" if is_invariant else ""
+        _say(f"{name} on {device.name}, formats {formats}, sizes {dict(sizes)}{mode}")
         for regime, implementation, why in registry.explain(
-            name, formats=case.formats, sizes=case.sizes, device=device
+            name, formats=formats, sizes=sizes, device=device, batch_invariant=is_invariant
         ):
             _say(f"  {regime:28} {implementation:24} {why}")
     return 0
+
+
+def _served_formats(cases: Sequence[Case], served: dict[str, str]) -> dict[str, str]:
+    """Return the formats of a case that match what is served; with the weights of the first case where one has them."""
+    found = [
+        dict(case.formats)
+        for case in cases
+        if all(case.formats.get(operand, name) == name for operand, name in served.items())
+    ]
+    weight = cases[0].formats.get("weight")
+    return next((f for f in found if f.get("weight") == weight), found[0])
 
 
 def _check(arguments: argparse.Namespace) -> int:

@@ -486,19 +486,32 @@ def begin_compiling(bound: BoundOperation) -> None:
 
 
 def explain(
-    name: str, *, formats: FormatNames, sizes: Sizes, device: DeviceFacts = CPU
+    name: str,
+    *,
+    formats: FormatNames,
+    sizes: Sizes,
+    device: DeviceFacts = CPU,
+    batch_invariant: bool = False,
 ) -> list[tuple[str, str, str]]:
-    """Return (regime, implementation, "bound" or why not) for each regime and implementation."""
-    lines = []
+    """Return (regime, implementation, "bound" or why not) for each regime and implementation, as `bind` chooses.
+
+    Raises  NotInvariant where `batch_invariant` finds no implementation
+    """
     load(name)
+    table: dict[Regime, Implementation] = {}
+    if batch_invariant:
+        regimes = (*REGIMES, MANY_DECODE)
+        table = _invariant_table(implementations(name), formats, sizes, device, regimes)
+    lines = []
     for regime in REGIMES:
-        taken = False
         for implementation in implementations(name):
             reason = implementation.refusal(formats, sizes, device, regime)
+            if reason is None and batch_invariant and not implementation.is_batch_invariant:
+                reason = "its results may depend on the batch"
             if reason is None:
-                reason = f"lower band than the bound one ({implementation.band.name.lower()})"
-                if not taken:
-                    taken, reason = True, f"bound ({implementation.band.name.lower()})"
+                is_bound = table.setdefault(regime, implementation) is implementation
+                band = implementation.band.name.lower()
+                reason = f"bound ({band})" if is_bound else f"another is bound before it ({band})"
             lines.append((str(regime), implementation.name, reason))
         lines += [(str(regime), file, why) for file, why in left_out(name)]
     return lines

@@ -73,6 +73,6 @@ register(
         formats={"logits": frozenset({"float32", "bf16"})},
         limits=_limits,
         library=LIBRARY,
-        note="a cluster per row; 128 rows of top-p take 246 us (Triton: 3574); not yet in the engine",
+        note="a cluster per row; 128 rows of top-p take 246 us (Triton: 3574)",
     )
 )
