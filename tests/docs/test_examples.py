@@ -17,7 +17,7 @@ import pytest
 from fakes.servers import RunningServer
 from rose.cli.demo import WEATHER_TOOL
 from rose.cli.main import COMMANDS, run
-from rose.cli.serve import EMBEDDED_MODEL
+from rose.cli.serve import EMBEDDED_MODEL, EMBEDDED_WORDS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -95,6 +95,8 @@ def test_examples_are_answered_as_printed(capsys):
                 response = http.post(curl.path, headers=curl.headers, content=curl.body)
                 assert response.status_code == 200, f"{curl}: {response.text}"
                 assert not curl.answer or response.text == curl.answer, curl
+        # Who asks for more than the examples do has been told what answers.
+        assert server.lines.count(EMBEDDED_WORDS) == 1
         [terms] = re.findall(r'^rose chat --once "What is (.*)\?"$', README.read_text(), re.M)
         question = f"What is {terms}?"
         assert run(["chat", "--url", server.url, "--temperature", "0", "--once", question]) == 0

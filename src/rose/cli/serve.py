@@ -27,6 +27,7 @@ from rose.utils.errors import ConfigError, RoseError
 from rose.utils.log import configure_logging
 
 EMBEDDED_MODEL = Path(__file__).parents[1] / "assets" / "tiny-gpt-oss"
+EMBEDDED_WORDS = "the embedded model: adds, copies, recalls, calls tools, writes JSON; to all else it answers nonsense"
 EXIT_USER_ERROR = 2
 
 
@@ -133,6 +134,8 @@ def run(launch: Launch, config: FrontendConfig) -> int:
 
     if launch.runs_model and launch.model_folder is not None:
         _check_engine_can_start(launch.model_folder)
+        if launch.model_folder == EMBEDDED_MODEL:
+            click.echo(EMBEDDED_WORDS, err=True)
     options = config_cli.options(FrontendConfig, EngineConfig)
     announcer = Announcer(
         worded=lambda text: config_cli.with_flags(text, options), is_moving=not launch.logs_progress
