@@ -10,7 +10,9 @@ import pytest
 from click.testing import CliRunner
 
 from rose.cli.chat import Conversation, ServerError, _read_tools
+from rose.cli.chat import chat as chat_command
 from rose.cli.options import api_key_option
+from rose.frontend.formatters.harmony.conversation import EFFORTS
 
 OPTIONS = {
     "no_reasoning": False,
@@ -166,3 +168,8 @@ def test_a_key_comes_from_the_option_or_is_the_first_of_the_variable(words, vari
 
     shown = CliRunner().invoke(show, words, env={"ROSE_API_KEY": variable})
     assert shown.output == f"{key}\n"
+
+
+def test_help_tells_every_effort_that_a_server_takes():
+    help_text = CliRunner().invoke(chat_command, ["--help"]).output
+    assert all(effort in help_text for effort in EFFORTS)

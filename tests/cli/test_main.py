@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 
 import click
 import pytest
@@ -14,6 +16,7 @@ from rose.cli import main as cli_main
 from rose.config import cli as config_cli
 from rose.config.engine import EngineConfig
 from rose.frontend.config import FrontendConfig
+from rose.utils.device import CPU, H200
 from rose.utils.errors import ConfigError
 
 HEAVY = (
@@ -227,3 +230,16 @@ def test_every_option_of_the_trees_says_what_it_is():
 def test_version_is_printed(capsys):
     assert cli_main.run(["--version"]) == 0
     assert capsys.readouterr().out.startswith("rose ")
+
+
+def test_env_lists_the_kernels_that_the_device_can_run(capsys, monkeypatch):
+    def listed(device):
+        monkeypatch.setattr("rose.utils.device.detect", lambda: device)
+        assert cli_main.run(["env", "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["kernels"]
+
+    kernels = listed(CPU)
+    assert kernels["moe_experts"].split(", ")[-1] == "reference"
+    assert "cuda" not in str(kernels)
+    assert "cuda_decode" in listed(H200)["moe_experts"]
+    assert "cuda" not in str(listed(replace(H200, capability=(8, 0))))

@@ -18,6 +18,7 @@ from rose.config.engine import EngineConfig
 from rose.config.scheduler import SchedulerConfig
 from rose.decoders.plain import PlainDecoder
 from rose.engine.engine import LLMEngine, RequestRefused
+from rose.frontend.errors import RequestError
 from rose.protocol.event import ErrorEvent, FinishedEvent, TokensEvent
 from rose.protocol.request import Request
 from rose.protocol.sampling_params import SamplingParams
@@ -225,6 +226,7 @@ def test_a_priority_is_refused_where_nobody_looks_at_it_and_obeyed_elsewhere():
     [error] = engine.add(urgent)
     assert error.code == "invalid_request"
     assert "--policy priority" in error.message
+    assert RequestError.of_event(error).param == "priority"
     engine = _engine(sequences=1, policy="priority")
     for name, priority in (("a", 0), ("b", 3), ("c", -1)):
         engine.add(msgspec.structs.replace(_request(name, [1], 2), priority=priority))
@@ -291,6 +293,7 @@ def test_a_prompt_of_the_whole_context_runs():
 def test_the_status_counts_what_happened():
     engine = _engine()
     assert engine.status().kv_pages_total == 32
+    assert (engine.status().weights_format, engine.status().kv_format) == ("bf16", "float32")
     engine.add(_request("r", [1] * 20, 4))
     engine.step()
     status = engine.status()

@@ -593,6 +593,9 @@ def test_a_top_k_that_cannot_travel_is_refused(lab):
             response = await server.chat(top_k=2**64)
             assert (response.status_code, response.json()["error"]["param"]) == (400, "top_k")
             assert (await server.chat(top_k=2**63 - 1)).status_code == 200
+            # What is taken is what is told, -1 included.
+            assert "-1" in response.json()["error"]["message"]
+            assert (await server.chat(top_k=-1)).status_code == 200
 
     lab.run(scenario)
 

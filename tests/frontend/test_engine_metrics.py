@@ -27,6 +27,8 @@ def _status():
         num_waiting_tokens=77,
         kv_pages_used=5,
         kv_pages_total=20,
+        weights_format="mxfp4",
+        kv_format="fp8_e4m3",
         window_pages_used=1,
         window_pages_total=4,
         num_queried_tokens=100,
@@ -53,6 +55,18 @@ def _samples(peer="none"):
     metrics.answered("chat", 429, "error")
     families = text_string_to_metric_families(metrics.render().decode())
     return {(s.name, tuple(sorted(s.labels.items()))): s.value for f in families for s in f.samples}
+
+
+def test_the_configuration_is_published_with_its_formats():
+    [labels] = [dict(labels) for name, labels in _samples() if name == "rose_config_info"]
+    assert labels == {
+        "model": "m",
+        "context_tokens": "100",
+        "kv_pages": "20",
+        "window_pages": "4",
+        "weights": "mxfp4",
+        "kv": "fp8_e4m3",
+    }
 
 
 def test_the_engines_state_is_published():

@@ -41,8 +41,11 @@ class ServerError(RoseError):
     metavar="FILE",
     help="JSON list of tools in the form of chat completions; calls are shown, you type their results.",
 )
-@click.option("--effort", help="Reasoning effort: low, medium or high.")
-@click.option("--temperature", type=AnyNumber(), help="0 is greedy.")
+@click.option(
+    "--effort",
+    help="Reasoning effort: low, medium or high; minimal counts as low, xhigh and max as high.",
+)
+@click.option("--temperature", type=AnyNumber(), help="0 to 100; 0 is greedy.")
 @click.option("--max-tokens", type=int, help="Most tokens of one answer.")
 @click.option("--seed", type=int, help="Equal seeds give equal answers.")
 @click.option("--no-reasoning", is_flag=True, help="Do not show the reasoning.")

@@ -80,8 +80,10 @@ def _kernels() -> dict[str, str]:
     if importlib.util.find_spec("torch") is None:
         return {"all": "unknown: torch is not installed"}
     from rose.kernels import registry
+    from rose.utils.device import detect
 
-    found = {}
+    device, found = detect(), {}
     for name in registry.operation_names():
-        found[name] = ", ".join(i.name for i in registry.implementations(name))
+        usable = [i.name for i in registry.implementations(name) if i.runs_on(device)]
+        found[name] = ", ".join(usable)
     return found

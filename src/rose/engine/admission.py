@@ -60,6 +60,7 @@ def not_by_priority(request: Request) -> ErrorEvent:
         "invalid_request",
         f"priority={request.priority}; this server serves first come, first served; allowed: 0, which is the "
         "default; leave it out, or have the server started with --policy priority",
+        param="priority",
     )
 
 
@@ -103,5 +104,7 @@ def _problems(request: Request, vocab_size: int) -> list[str]:
     return problems
 
 
-def _error(request: Request, code: ErrorCode, message: str) -> ErrorEvent:
-    return ErrorEvent(request_id=request.request_id, code=code, message=message)
+def _error(
+    request: Request, code: ErrorCode, message: str, *, param: str | None = None
+) -> ErrorEvent:
+    return ErrorEvent(request_id=request.request_id, code=code, message=message, param=param)

@@ -18,6 +18,7 @@ import msgspec
 
 from rose.cache.table import PageTable
 from rose.config.engine import EngineConfig
+from rose.config.quant import QuantConfig
 from rose.decoders.base import Decoder, step
 from rose.decoders.build import BuiltDecoder, build_decoder, load_decoder
 from rose.engine.admission import (
@@ -100,6 +101,8 @@ class LLMEngine:
         self.clock = StepClock()
         self.start_s = 0.0
         """How long it took to build; set by who knows."""
+        self.quant: QuantConfig | None = None
+        """Formats of the model, resolved; set by who knows."""
         self.on_begin: Callable[[], None] = _do_nothing
         """Called when a step is about to be launched; `clock.bound_s` says how long that may take."""
         self.step = self._step_overlapped if is_overlapped else self._step_in_turn
@@ -172,6 +175,7 @@ class LLMEngine:
             is_overlapped=is_overlapped,
             seed=built.config.seed,
         )
+        engine.quant = built.config.quant
         if built.assembly.device.kind == "cuda":
             engine.clock.first_s = FIRST_SECONDS
         return engine
@@ -291,6 +295,8 @@ class LLMEngine:
             num_waiting=len(self.scheduler.waiting),
             kv_pages_used=self.table.num_used_pages,
             kv_pages_total=self.table.num_pages,
+            weights_format="" if self.quant is None else self.quant.weights,
+            kv_format="" if self.quant is None else self.quant.kv,
             kv_pages_idle=self.table.num_idle_pages,
             num_evicted_pages=self.table.num_evictions,
             num_steps=self.counters.num_steps,

@@ -70,6 +70,8 @@ class EngineCollector:
                 "context_tokens": str(status.context_tokens),
                 "kv_pages": str(status.kv_pages_total),
                 "window_pages": str(status.window_pages_total),
+                "weights": status.weights_format,
+                "kv": status.kv_format,
             },
         )
         yield from _gauges(status)

@@ -82,7 +82,7 @@ class RequestError(RoseError):
     @classmethod
     def of_event(cls, event: ErrorEvent) -> RequestError:
         """Return what the engine said as an error of this request."""
-        return cls(event.code, event.message)
+        return cls(event.code, event.message, param=event.param)
 
     @classmethod
     def of_format(cls, error: FormatError) -> RequestError:

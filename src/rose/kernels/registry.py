@@ -149,16 +149,25 @@ class Implementation:
         """First word of the file it comes from."""
         return self.function.__module__.rsplit(".", 1)[-1].split("_")[0]
 
-    def refusal(
-        self, formats: FormatNames, sizes: Sizes, device: DeviceFacts, regime: Regime
-    ) -> str | None:
-        """Say why this implementation cannot be bound there, or None."""
+    def runs_on(self, device: DeviceFacts) -> bool:
+        """Whether the device is one that it is made for."""
+        return self._device_refusal(device) is None
+
+    def _device_refusal(self, device: DeviceFacts) -> str | None:
         if self.device not in ("any", device.kind):
             return f"needs {self.device}"
         if device.kind == "cuda" and not (
             self.min_capability <= device.capability <= self.max_capability
         ):
             return f"capability {device.capability} outside {self.min_capability}..{self.max_capability}"
+        return None
+
+    def refusal(
+        self, formats: FormatNames, sizes: Sizes, device: DeviceFacts, regime: Regime
+    ) -> str | None:
+        """Say why this implementation cannot be bound there, or None."""
+        if reason := self._device_refusal(device):
+            return reason
         if regime.phase not in self.phases:
             return f"only for {', '.join(sorted(self.phases))}"
         if regime.min_rows < self.rows[0] or regime.max_rows > self.rows[1]:

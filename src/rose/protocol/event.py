@@ -60,6 +60,8 @@ class ErrorEvent(msgspec.Struct, frozen=True, kw_only=True, tag="error"):
     request_id: str
     code: ErrorCode
     message: str
+    param: str | None = None
+    """Field of the request that is at fault, where one is."""
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
@@ -73,6 +75,10 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     num_waiting: int = 0
     kv_pages_used: int = 0
     kv_pages_total: int = 0
+    weights_format: str = ""
+    """Of experts, as they are resident; empty where there is no model."""
+    kv_format: str = ""
+    """Of the KV cache; likewise."""
     kv_pages_idle: int = 0
     """Pages that no sequence uses and that a later prompt can still find; part of what is free."""
     num_steps: int = 0

@@ -16,7 +16,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Numbers that steer sampling; `problems` checks them, nothing is clamped silently."""
 
     temperature: float = 1.0
-    """0 is greedy."""
+    """0 to 100; 0 is greedy."""
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps all."""
@@ -63,7 +63,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             # more than 64 bits cannot travel to the engine
             (
                 0 <= self.top_k < 2**63,
-                f"top_k={self.top_k}; allowed: 0 (all) to {2**63 - 1}",
+                f"top_k={self.top_k}; allowed: 1 to {2**63 - 1}, or 0 for all (over HTTP also -1)",
             ),
             (0.0 <= self.min_p <= 1.0, f"min_p={self.min_p}; allowed: 0 to 1"),
             (
