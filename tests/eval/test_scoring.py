@@ -9,7 +9,7 @@ import pytest
 
 from rose.eval.asking import AskError, HttpAsker, token_limit
 from rose.eval.examples import Example, user
-from rose.eval.run import table
+from rose.eval.run import tables
 from rose.eval.scoring import Reply, is_right, obeys, summary
 
 
@@ -76,15 +76,16 @@ def test_a_summary_counts_by_task_and_form_over_all():
     assert found["reasoning_characters"] == {"medium": 6.0, "high": 0.0}
 
 
-def test_the_table_shows_differences_to_the_first_format():
+def test_each_table_has_one_unit_and_differences_to_the_first_format():
     runs = [
         {"weights": w, "tasks": {"copy": share}, "reasoning_characters": {"low": 9.0}}
         for w, share in (("mxfp4", 0.9), ("bf16", 1.0))
     ]
-    head, copy, low = table(runs)
-    assert head == ["task", "mxfp4", "bf16", "bf16 - mxfp4"]
-    assert copy == ["copy", "90.0", "100.0", "+10.0"]
-    assert low[1:] == ["9", "9", "+0"]
+    formats = ["mxfp4", "bf16", "bf16 - mxfp4"]
+    assert tables(runs) == {
+        "answers right, percent": [["task", *formats], ["copy", "90.0", "100.0", "+10.0"]],
+        "reasoning, characters on average": [["effort", *formats], ["low", "9", "9", "+0"]],
+    }
 
 
 def test_runs_with_a_kv_format_of_their_own_are_named_so():
@@ -94,7 +95,12 @@ def test_runs_with_a_kv_format_of_their_own_are_named_so():
         for kv in ({}, {"projections": "fp8_block", "kv": "fp8_e4m3"})
     ]
     second = "mxfp4, projections fp8_block, KV fp8_e4m3"
-    assert table(runs)[0] == ["task", "mxfp4", second, f"{second} - mxfp4"]
+    assert tables(runs)["answers right, percent"][0] == [
+        "task",
+        "mxfp4",
+        second,
+        f"{second} - mxfp4",
+    ]
 
 
 def _asker(monkeypatch, handler):

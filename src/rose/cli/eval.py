@@ -186,12 +186,12 @@ def _print(runs: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from rose.eval.run import table
+    from rose.eval.run import tables
 
-    head, *rows = table(runs)
-    shown = Table(title=f"{runs[0]['model']}: answers right, percent")
-    for i, name in enumerate(head):
-        shown.add_column(name, justify="right" if i else "left")
-    for row in rows:
-        shown.add_row(*row)
-    Console().print(shown)
+    for title, (head, *rows) in tables(runs).items():
+        shown = Table(title=f"{runs[0]['model']}: {title}")
+        for i, name in enumerate(head):
+            shown.add_column(name, justify="right" if i else "left")
+        for row in rows:
+            shown.add_row(*row)
+        Console().print(shown)

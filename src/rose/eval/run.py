@@ -68,19 +68,45 @@ def store_float64(folder: Path) -> Path:
     return store(folder, reference_config(config), weights, load_tokenizer(folder))
 
 
-def table(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Return rows of cells: one column per run, and for further runs the difference to the first in points."""
+def tables(runs: Sequence[dict[str, Any]]) -> dict[str, list[list[str]]]:
+    """Return rows of cells by what they are of; one column per run, and for further runs the difference to the first.
+
+    Shares are in percent, their differences in points. The first row of each is its head; none without rows is there.
+    """
+    found = {
+        "answers right, percent": ("task", _shares(runs)),
+        "reasoning, characters on average": ("effort", _lengths(runs)),
+        "fixed texts": ("measure", _texts(runs)),
+    }
+    return {title: [_head(what, runs), *rows] for title, (what, rows) in found.items() if rows}
+
+
+def _head(what: str, runs: Sequence[dict[str, Any]]) -> list[str]:
     names = [_name(run) for run in runs]
-    head = ["task", names[0]]
+    head = [what, names[0]]
     for name in names[1:]:
         head += [name, f"{name} - {names[0]}"]
-    rows = [head]
+    return head
+
+
+def _shares(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
+    rows = []
     for task in runs[0]["tasks"]:
         shares = [100 * run["tasks"][task] for run in runs]
         rows.append([task, *_cells(shares, "{:.1f}", "{:+.1f}")])
+    return rows
+
+
+def _lengths(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
+    rows = []
     for effort in runs[0]["reasoning_characters"]:
         lengths = [run["reasoning_characters"].get(effort, 0.0) for run in runs]
-        rows.append([f"reasoning, {effort} (characters)", *_cells(lengths, "{:.0f}", "{:+.0f}")])
+        rows.append([effort, *_cells(lengths, "{:.0f}", "{:+.0f}")])
+    return rows
+
+
+def _texts(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
+    rows = []
     for text, line in runs[0].get("texts", {}).items():
         for what in ("perplexity", "mean_difference"):
             if what in line:
