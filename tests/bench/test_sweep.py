@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import mmap
+from functools import partial
 
 import pytest
 import torch
 
-from rose.bench import sweep
+from rose.bench import run, sweep
 from rose.bench.fit import CellError, refusal
 from rose.bench.growth import Held, growth
 from rose.bench.load import closed_loop, mixed
@@ -218,12 +219,50 @@ def _sized(**changes):
 
 def test_no_cell_begins_after_its_time_and_the_status_says_so(capsys):
     cell = Session.prefill
-    parts = [[lambda session: cell(session, 20, 1), lambda session: cell(session, 200_000, 1)]]
+    parts = [[partial(cell, tokens=tokens, repeats=1) for tokens in (20, 200_000)]]
     assert run_parts(parts, **_sized(until=1e-6)) == 1
     told = capsys.readouterr().out.replace("\n", " ")
     assert "prefill 20: " in told
     assert "none begins after 1e-06 (--until)" in told
     assert "prefill 200000: 200001 tokens, the context length is 131072" in told
+
+
+def test_what_was_measured_is_told_to_whoever_interrupts(capsys):
+    [cell] = run.prefill_part(tokens=[20], prompts=1, repeats=1)
+    cells = [cell, partial(_interrupt, tokens=1, repeats=1)]
+    with pytest.raises(KeyboardInterrupt):
+        run_parts([cells], **_sized())
+    assert "prefill 20" in capsys.readouterr().out
+
+
+def test_long_prompts_on_a_cpu_are_announced_with_their_time(capsys, monkeypatch):
+    """Of 256 tokens 1 s and of 1024 tokens 10 s: 2000 tokens take 34.4 s by a parabola, and come four times."""
+    monkeypatch.setattr(run, "prefill_seconds", lambda _e, _p, n: {256: 1.0, 1024: 10.0}[n])
+    for tokens, is_told in ((2000, True), (20, False)):
+        with pytest.raises(KeyboardInterrupt):
+            run_parts([[partial(_interrupt, tokens=tokens, repeats=3)]], **_sized(kv_tokens=4096))
+        told = capsys.readouterr().err.replace("\n", " ")
+        assert (
+            "prompts of these cells alone take about 2.3 minutes on this CPU" in told
+        ) == is_told
+
+
+def _interrupt(_session, **_options):
+    raise KeyboardInterrupt
+
+
+def test_prompts_are_counted_where_they_are_computed():
+    [decode] = run.decode_part(batches=[4], context=[100], repeats=3)
+    assert run.prompts_of(decode.keywords, 1000) == (4, 100)
+    assert run.prompts_of(decode.keywords, 400) == (0, 0)
+    [filled] = run.decode_part(batches=[4], context=[100], repeats=3, fill=True)
+    assert run.prompts_of(filled.keywords, 1000) == (0, 0)
+    [many] = run.prefill_part(tokens=[50], prompts=8, repeats=2)
+    assert run.prompts_of(many.keywords, 1000) == (16, 50)
+    [load] = run.load_part(input_tokens=[10], output_tokens=5, in_flight=[3], rounds=2)
+    assert run.prompts_of(load.keywords, 1000) == (6, 10)
+    [mixed_cell] = run.mixed_part(batch=2, context=10, prompt_tokens=90, repeats=3)
+    assert run.prompts_of(mixed_cell.keywords, 1000) == (4, 90)
 
 
 def test_closed_loop_ends_in_time_and_times_what_it_saw(session):
