@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import math
 import os
 import shlex
 import shutil
@@ -41,6 +42,8 @@ LEAST_ROOM = 20
 """Seconds between that and its limit: the longest cell of a sweep."""
 END_SECONDS = 5
 """From the request to end to the kill."""
+ROUNDING_SECONDS = 0.5
+"""Budgets are told in whole seconds: a step that takes all of one is not left out for what it took to get there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,7 +357,7 @@ class Run:
         # As long again and half a minute: an estimate that is wrong should cost no result.
         limit = min(2 * seconds + 30, left)
         lacks = "; ".join(missing(step))
-        if seconds > left:
+        if seconds > left + ROUNDING_SECONDS:
             outcome = f"left out: takes about {seconds} s, {max(left, 0):.0f} s are left"
         elif self.is_dry:
             outcome = f"would run, about {seconds} s, {limit:.0f} s at most"
@@ -464,7 +467,10 @@ def main(arguments: list[str]) -> int:
         "--only", default="", metavar="WORDS", help="steps with this in their name; commas part"
     )
     parser.add_argument(
-        "--budget", type=float, metavar="SECONDS", help="take steps in order while they fit into it"
+        "--budget",
+        type=_seconds,
+        metavar="SECONDS",
+        help="take steps in order while they fit into it",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the steps as for a bare machine"
@@ -479,10 +485,20 @@ def main(arguments: list[str]) -> int:
         steps = chosen(every, options.only)
     except ValueError as error:
         parser.error(str(error))
-    # Ended from outside, what runs is ended too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    # Ended from outside, or by a connection that is lost, what runs is ended too; nohup means that it should not be.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda found, _frame: sys.exit(128 + found))
     is_cold = options.dry_run or is_bare()
     return run(steps, is_dry=options.dry_run, budget=options.budget, is_cold=is_cold)
+
+
+def _seconds(text: str) -> float:
+    """Read a number of seconds above 0; nan and infinity, which every step would fit into, are none."""
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    return number
 
 
 def _say(text: str) -> None:

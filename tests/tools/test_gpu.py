@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -186,6 +187,16 @@ def test_steps_are_taken_in_order_while_they_fit(gpu, capsys):
     assert gpu.run([steps[0], steps[2]], is_dry=False, budget=100) == 0
     assert gpu.run(steps, is_dry=False, budget=40) == 1
     assert "-- first: left out: takes about 60 s, 40 s are left" in capsys.readouterr().out
+    # All of the budget is enough, though a moment of it has passed by then.
+    assert gpu.run([steps[2]], is_dry=False, budget=30) == 0
+
+
+@pytest.mark.parametrize("budget", ["nan", "inf", "-5", "0", "x"])
+def test_a_budget_is_a_number_of_seconds(gpu, budget, capsys):
+    with pytest.raises(SystemExit) as caught:
+        gpu.main(["bench", "--budget", budget, "--dry-run"])
+    assert caught.value.code == 2
+    assert budget in capsys.readouterr().err
 
 
 def test_the_first_engine_of_a_bare_machine_compiles(gpu, capsys):
@@ -227,6 +238,34 @@ def test_a_step_is_cut_at_its_limit_with_all_that_it_started(gpu, capfd, monkeyp
     while status.exists() and "zombie" not in status.read_text():
         assert time.monotonic() < deadline, "a child outlived its step"
         time.sleep(0.01)
+
+
+ENDED = f"""
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("rose_tools_gpu", {str(TOOL)!r})
+gpu = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = gpu
+spec.loader.exec_module(gpu)
+program = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+step = gpu.Step(name="long", words=("-c", program), seconds=60, packages=(), tools=())
+gpu.bench_steps = lambda asked: [step]
+sys.exit(gpu.main(["bench"]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_whatever_ends_it_ends_the_step_and_leaves_nothing(number, tmp_path):
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", ENDED]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as tool:
+        step = next(int(line) for line in tool.stdout if line.strip().isdigit())
+        assert list(tmp_path.iterdir())
+        tool.send_signal(number)
+        # Ends only where nobody holds the pipe any more, the step included.
+        tool.stdout.read()
+        assert tool.wait(10) == 128 + number
+    assert not list(tmp_path.iterdir())
+    assert not Path(f"/proc/{step}").exists()
 
 
 def test_a_step_learns_when_to_begin_nothing_more(gpu, capfd):
