@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from rose.bench.session import Session
 from rose.cli.main import run
 
 
@@ -97,10 +98,39 @@ def test_many_prompts_are_measured_from_the_command_line(tmp_path, capsys):
     arguments = ["bench", "prefill", "--size", "tiny", "--device", "cpu", "--layers", "1"]
     arguments += ["--tokens", "30,200000", "--prompts", "3", "--repeats", "1", "--kv-tokens", "512"]
     arguments += ["--max-step-tokens", "256", "--max-mixed-tokens", "256", "--json", str(path)]
-    assert run(arguments) == 0
+    assert run(arguments) == 1
     (line,) = [json.loads(text) for text in path.read_text().splitlines()]
     assert line["tokens_per_s"] == pytest.approx(90 / line["median"], rel=1e-3)
-    assert "left out: prefill 3 prompts of 200000" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "left out: prefill 3 prompts of 200000" in told
+    assert "failed: prefill_many with tokens=200000" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "failed"),
+    [
+        (["growth", "--batch", "300"], "growth: all its cells were left out"),
+        (["mixed", "--prompt-tokens", "5000"], "mixed: all its cells were left out"),
+        (["prefill", "--tokens", "200000"], "prefill: all its cells were left out"),
+        # Of a grid some cells may be left out, all of a number that was typed may not.
+        (["decode", "--batches", "1,300", "--context", "8,5000"], "decode with batch=300: all"),
+        (["decode", "--batches", "1,300", "--context", "8,5000"], "decode with context=5000: all"),
+        (["decode", "--batches", "1,3", "--context", "8,2000"], None),
+        (["decode", "--batches", "1"], None),  # one of the usual contexts is too long
+    ],
+)
+def test_what_was_asked_for_and_left_out_is_no_pass(words, failed, monkeypatch, capsys):
+    monkeypatch.setattr(Session, "_decode", lambda *_arguments, **_options: None)
+    tiny = ["--size", "tiny", "--device", "cpu", "--layers", "2", "--kv-tokens", "4096"]
+    if words == ["decode", "--batches", "1"]:
+        tiny[-1] = "10000"
+    part, *more = words
+    for line in (["bench", part, *tiny, *more], ["bench", "sweep", *tiny, *words]):
+        assert run(line) == (failed is not None)
+        told = capsys.readouterr().out
+        assert "left out: " in told
+        assert ("failed: " in told) == (failed is not None)
+        assert failed is None or f"failed: {failed}" in " ".join(told.split())
 
 
 def test_a_sweep_measures_its_parts_on_one_engine(tmp_path, capsys):

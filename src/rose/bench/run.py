@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,9 +21,15 @@ Part = list[Cell]
 """Cells of one kind, to be measured on an engine that other parts share."""
 
 
-def run_parts(parts: Sequence[Part], **options: Any) -> int:
-    """Measure all parts on one engine; return 1 where a cell failed or came too late to begin, else 0.
+def run_parts(
+    parts: Sequence[Part], *, asked: Sequence[Collection[str]] | None = None, **options: Any
+) -> int:
+    """Measure all parts on one engine; return 1 where what was asked for gave no figure, else 0.
 
+    That is a cell that failed or came too late to begin, a part all of whose cells are left out, and a number of which
+    all cells are. Usual cells are for a large GPU: some of them may be left out elsewhere.
+
+    Units  asked: per part, the arguments of its cells that somebody chose; None: nobody chose any
     Whoever interrupts is told the cells that were measured before.
     """
     with BenchProgress().running() as progress:
@@ -32,12 +38,32 @@ def run_parts(parts: Sequence[Part], **options: Any) -> int:
         _warn_of_hours(session, cells)
         progress.expect(len(cells))
         try:
-            for cell in cells:
-                cell(session)
+            for part, names in zip(parts, asked or [()] * len(parts), strict=True):
+                _run_part(session, part, names)
         except KeyboardInterrupt:
             session.report()
             raise
     return session.report()
+
+
+def _run_part(session: Session, part: Part, asked: Collection[str]) -> None:
+    missing = []
+    for cell in part:
+        before = len(session.left_out)
+        cell(session)
+        if len(session.left_out) > before:
+            missing.append(cell)
+    if part and len(missing) == len(part):
+        session.fail(_kind(part[0]), "all its cells were left out")
+        return
+    for name in sorted(asked):
+        found = {cell.keywords[name] for cell in part if cell not in missing}
+        for value in sorted({cell.keywords[name] for cell in missing} - found):
+            session.fail(f"{_kind(part[0])} with {name}={value}", "all such cells were left out")
+
+
+def _kind(cell: Cell) -> str:
+    return cell.func.__name__.strip("_")
 
 
 SAMPLE_TOKENS = (256, 1024)

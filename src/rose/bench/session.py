@@ -102,7 +102,7 @@ class Session:
             return False
         seconds = time.perf_counter() - self._begin
         if self.until is not None and seconds > self.until:
-            self._fail(
+            self.fail(
                 cell, f"{seconds:.0f} s had passed, none begins after {self.until:g} (--until)"
             )
             return False
@@ -117,9 +117,10 @@ class Session:
             for request_id in self.engine.running_ids():
                 self.engine.abort(request_id)
             drain(self.engine)
-            self._fail(cell, str(error))
+            self.fail(cell, str(error))
 
-    def _fail(self, cell: str, why: str) -> None:
+    def fail(self, cell: str, why: str) -> None:
+        """Say and keep that a cell, or several, gave no figure: the run is no pass."""
         self.failed.append((cell, why))
         self.progress.done(f"{cell}: failed: {why}")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from rose.cli.options import (
     Choice,
@@ -130,6 +131,24 @@ def _engine(command: Any) -> Any:
     return _add(_errors(command), (*_setup_options, *_record_options))
 
 
+AXES = {
+    "prefill": {"tokens": "tokens"},
+    "decode": {"batches": "batch", "context": "context"},
+    "load": {"input_tokens": "input_tokens", "in_flight": "in_flight"},
+}
+"""Options that are lists, and what their numbers are called in a cell."""
+
+
+def _asked(part: str) -> frozenset[str]:
+    """Return the arguments of a part's cells whose numbers were typed: they may not all be left out."""
+    context = click.get_current_context()
+    return frozenset(
+        argument
+        for option, argument in AXES.get(part, {}).items()
+        if context.get_parameter_source(option) is ParameterSource.COMMANDLINE
+    )
+
+
 def _records(command: Any) -> Any:
     return _add(command, _record_options)
 
@@ -155,7 +174,8 @@ def prefill(tokens: list[int], prompts: int, repeats: int, **options: Any) -> in
     """Time from submission of an unseen prompt to its first token; or tokens/s of many prompts."""
     from rose.bench.run import prefill_part, run_parts
 
-    return run_parts([prefill_part(tokens=tokens, prompts=prompts, repeats=repeats)], **options)
+    part = prefill_part(tokens=tokens, prompts=prompts, repeats=repeats)
+    return run_parts([part], asked=[_asked("prefill")], **options)
 
 
 @_alone("decode", _profile_option)
@@ -166,7 +186,7 @@ def decode(
     from rose.bench.run import decode_part, run_parts
 
     part = decode_part(batches=batches, context=context, repeats=repeats, fill=fill)
-    return run_parts([part], **options)
+    return run_parts([part], asked=[_asked("decode")], **options)
 
 
 @bench.command(short_help="Prefill and decode on one engine: the score table.")
@@ -184,7 +204,8 @@ def latency(
     from rose.bench.run import decode_part, prefill_part, run_parts
 
     prompts = prefill_part(tokens=tokens, prompts=1, repeats=repeats)
-    return run_parts([prompts, decode_part(batches=batches, context=context)], **options)
+    steps = decode_part(batches=batches, context=context)
+    return run_parts([prompts, steps], asked=[_asked("prefill"), _asked("decode")], **options)
 
 
 @_alone("load")
@@ -209,7 +230,7 @@ def load(
         seconds=seconds,
         fill=fill,
     )
-    return run_parts([part], **options)
+    return run_parts([part], asked=[_asked("load")], **options)
 
 
 @_alone("mixed")
@@ -248,14 +269,14 @@ def sweep(**_options: Any) -> None:
 def _measure(parts: list[Any], **options: Any) -> int:
     from rose.bench.run import run_parts
 
-    return run_parts(parts, **options)
+    return run_parts([part for part, _ in parts], asked=[asked for _, asked in parts], **options)
 
 
 def _add_part(name: str, words: str, options: tuple[Any, ...]) -> None:
     def make(**chosen: Any) -> Any:
         from rose.bench import run
 
-        return run.PARTS[name](**chosen)
+        return run.PARTS[name](**chosen), _asked(name)
 
     sweep.command(name, help=words)(_add(make, options))
 
