@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from rose.frontend.config import FrontendConfig
@@ -136,6 +138,24 @@ def test_rendering_is_what_the_engine_would_get(lab, formats, o200k):
 
 
 # ---- tokens in, tokens out ---------------------------------------------------------------------------------
+
+
+def test_requests_in_tokens_that_run_together_get_their_own_tokens(lab, formats):
+    lines = [[1000 + number] * 40 for number in range(6)]
+
+    async def ask(server, endpoint, body):
+        return (await server.http.post(endpoint, json={"model": "m", **body})).json()
+
+    async def scenario():
+        async with lab.serving(*(lab.line(t, tokens_per_event=2) for t in lines), **formats) as s:
+            body = {"prompt_token_ids": [13225], "stop_token_ids": [], "max_tokens": 40}
+            answers = await asyncio.gather(*(ask(s, "/v1/generate", body) for _ in lines))
+            found = [answer["choices"][0]["token_ids"] for answer in answers]
+            assert sorted(found) == lines
+            ids = {request.request_id for request in s.engine.requests}
+            assert len(ids) == len({answer["id"] for answer in answers}) == len(lines)
+
+    lab.run(scenario)
 
 
 def test_tokens_in_tokens_out(lab, formats, o200k):

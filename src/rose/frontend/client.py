@@ -229,7 +229,9 @@ class EngineClient:
         assert self._channel is not None, "an engine was ready"
         channel = self._channel
         for request in submission.requests:
-            self._open[request.request_id] = submission
+            holder = self._open.setdefault(request.request_id, submission)
+            # Another's tokens must never be routed to this one.
+            assert holder is submission, f"request_id {request.request_id!r} is open already"
             missing = self._missing_vocabulary(request)
             if missing is not None:
                 await channel.send(missing)

@@ -268,7 +268,7 @@ class JobMaker:
             )
             for index, decoder in enumerate(decoders)
         ]
-        job = self._job(request, "completions", new_id("cmpl-"), prompts, runs)
+        job = self._job(request, "completions", "cmpl-", prompts, runs)
         job.with_usage = bool(request.stream_options and request.stream_options.include_usage)
         _add_requests(job, request, prompts, budgets, status, logprobs)
         return job
@@ -308,13 +308,13 @@ class JobMaker:
         self,
         request: SamplingFields,
         endpoint: str,
-        answer_id: str,
+        id_prefix: str,
         prompts: list[EncodedPrompt],
         runs: list[ChoiceRun],
     ) -> Job:
         return Job(
             endpoint=endpoint,
-            answer_id=answer_id,
+            answer_id=new_id(id_prefix),
             model=self.model_names[0],
             created=int(time.time()),
             num_prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
