@@ -164,7 +164,7 @@ def test_a_frontend_that_dies_is_replaced(server):
 
 
 def test_an_engine_that_dies_is_replaced_for_all(server):
-    [engine] = set(_children(server)) - set(_frontends(server))
+    engine = server.engine_pid()
     os.kill(engine, signal.SIGKILL)
     _wait_for(lambda: engine not in _children(server))
 
@@ -186,7 +186,7 @@ def test_open_streams_of_all_processes_are_told_when_the_engine_dies(tmp_path):
         assert all(stream.has_begun.wait(30) for stream in streams)
         _wait_for(lambda: sum(_open_requests(server)) == len(streams))
         assert sum(count > 0 for count in _open_requests(server)) > 1, "one process has them all"
-        [engine] = set(_children(server)) - set(_frontends(server))
+        engine = server.engine_pid()
         begin = time.monotonic()
         os.kill(engine, signal.SIGKILL)
         for stream in streams:

@@ -245,16 +245,25 @@ def test_a_damaged_model_is_said_in_one_line(model_folder, tmp_path):
     assert "Traceback" not in result.stderr
 
 
-def test_a_killed_server_leaves_neither_an_engine_nor_a_socket():
-    server = RunningServer()
+@pytest.mark.parametrize(
+    ("number", "options"),
+    [
+        (signal.SIGKILL, []),
+        (signal.SIGHUP, ["--frontends", "2", "--api-key", "a-secret-of-the-server"]),
+    ],
+)
+def test_a_server_that_is_killed_leaves_neither_an_engine_nor_a_folder(number, options):
+    # With several frontends the folder holds keys, answers and counts besides sockets.
+    server = RunningServer(*options)
     engine = server.engine_pid()
     words = Path(f"/proc/{engine}/cmdline").read_text().split("\0")
     [address] = [word for word in words if word.startswith("ipc://")]
     folder = Path(address.removeprefix("ipc://")).parent
     assert folder.is_dir()
-    server.process.kill()
+    server.process.send_signal(number)
     server.process.wait()
     end = time.monotonic() + 20
-    while folder.exists() and time.monotonic() < end:
+    while (folder.exists() or Path(f"/proc/{engine}/cmdline").exists()) and time.monotonic() < end:
         time.sleep(0.05)
     assert not folder.exists()
+    assert not Path(f"/proc/{engine}").exists() or not Path(f"/proc/{engine}/cmdline").read_bytes()

@@ -54,8 +54,8 @@ class RunningServer:
         children = f"/proc/{self.process.pid}/task/{self.process.pid}/children"
         with open(children) as file:  # noqa: PTH123
             pids = [int(word) for word in file.read().split()]
-        # beside the engine there may be processes that read schemas
-        [pid] = [pid for pid in pids if b"grammar.checker" not in _command(pid)]
+        # beside the engine there are processes that read schemas, that answer, and that clear up
+        [pid] = [pid for pid in pids if b"rose.server." in _command(pid)]
         return pid
 
     def stop(self) -> int:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from rose.protocol.channel import FrontendEndpoint
 from rose.protocol.event import EngineStatus, ErrorEvent, TokensEvent
 from rose.protocol.request import Request
 from rose.server.launch import engine_command, read_config
-from rose.server.main import ORPHAN_SECONDS
 from rose.utils.errors import ConfigError
 
 FAKE = """
@@ -77,49 +75,6 @@ def test_a_process_serves_until_sigterm_and_then_ends_its_requests(tmp_path):
     finally:
         process.kill()
     assert [e.code for e in events if isinstance(e, ErrorEvent)] == ["shutting_down"]
-
-
-# A parent that starts a child, says its number, and ends when its standard input does.
-PARENT = """
-import subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdin=subprocess.DEVNULL)
-print(child.pid, flush=True)
-sys.stdin.read()
-"""
-CHILD = """
-import signal, sys, time
-from rose.server.main import StopSignal
-stop = StopSignal(stop_with_parent=True)
-stop.is_serving = True
-print("waits", flush=True)
-while not stop._is_set:
-    time.sleep(0.01)
-begin = time.monotonic()
-print("ends", flush=True)
-print(stop.settle(), time.monotonic() - begin, flush=True)
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
-def test_only_an_engine_whose_parent_is_ending_waits_to_be_an_orphan(number):
-    # The kernel's signal can come while other threads of a killed parent are still there.
-    words = [sys.executable, "-c", PARENT, CHILD]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, env=_environment()) as parent:
-        child = int(parent.stdout.readline())
-        assert parent.stdout.readline() == "waits\n"
-        os.kill(child, number)
-        assert parent.stdout.readline() == "ends\n"
-        if number == signal.SIGHUP:
-            time.sleep(0.3)
-            parent.kill()
-        is_orphaned, seconds = parent.stdout.readline().split()
-        parent.kill()
-    assert is_orphaned == str(number == signal.SIGHUP)
-    if number == signal.SIGHUP:
-        assert float(seconds) >= 0.1
-    else:  # it would wait as long as its parent lives
-        assert float(seconds) < ORPHAN_SECONDS / 2
 
 
 @pytest.mark.parametrize("is_supervised", [True, False])

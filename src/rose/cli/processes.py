@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -13,6 +15,17 @@ from pathlib import Path
 
 STOP_SECONDS = 10.0
 """How long an engine may take to end after SIGTERM; a CUDA context takes about one. Guessed."""
+_SWEEP = """
+import os, shutil, sys, time
+sys.stdin.buffer.read()
+for _ in range(100):
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
+    if not os.path.exists(sys.argv[1]):
+        break
+    time.sleep(0.1)
+"""
+"""Standard input ends with the process that holds its other end, nobody else has it. Whoever was served by that process
+may write for a moment more."""
 PR_SET_PDEATHSIG = 1
 """linux/prctl.h: signal to send to this process when its parent ends."""
 
@@ -64,7 +77,7 @@ async def engine_process(command: Sequence[str]) -> AsyncIterator[EngineProcess]
         stdin=asyncio.subprocess.DEVNULL,
         # A session of its own: Ctrl-C reaches the frontend alone, which then ends the engine in order.
         start_new_session=True,
-        preexec_fn=end_engine_with_parent if sys.platform == "linux" else None,
+        preexec_fn=end_with_parent if sys.platform == "linux" else None,
     )
     engine = EngineProcess(process)
     try:
@@ -75,17 +88,26 @@ async def engine_process(command: Sequence[str]) -> AsyncIterator[EngineProcess]
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
-    """Return a folder only this user can enter, for sockets and configuration; removed with the block."""
-    with tempfile.TemporaryDirectory(prefix="rose-") as folder:
+    """Return a folder only this user can enter, for sockets, keys and answers; removed with the block.
+
+    Also where this process is killed in the block: a small process waits for its end and removes what it leaves.
+    """
+    folder = tempfile.mkdtemp(prefix="rose-")
+    sweeper = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _SWEEP, folder],
+        stdin=subprocess.PIPE,
+        start_new_session=True,  # neither Ctrl-C nor a closed terminal ends it first
+    )
+    try:
         yield Path(folder)
+    finally:
+        assert sweeper.stdin is not None
+        sweeper.stdin.close()
+        sweeper.wait()
+        shutil.rmtree(folder, ignore_errors=True)  # it may have been killed too
 
 
 def end_with_parent() -> None:
-    """Have this process end with its parent; runs in the child before exec."""
+    """End this process with its parent; runs in the child before exec."""
     # A frontend that is killed hard must not leave a GPU occupied.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def end_engine_with_parent() -> None:
-    """Do the same for an engine, which tells this signal from SIGTERM: it clears up what a killed parent cannot."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGHUP)

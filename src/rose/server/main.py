@@ -6,18 +6,16 @@ Exit status: 0 stopped by SIGTERM or SIGINT, 1 a step failed, 2 could not start.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from rose.config.engine import EngineConfig
 from rose.engine.engine import LLMEngine
-from rose.protocol.channel import ENGINE_NOTICE, EngineEndpoint
+from rose.protocol.channel import EngineEndpoint
 from rose.protocol.event import EngineStatus
 from rose.server.launch import read_config
 from rose.server.service import EngineService
@@ -27,8 +25,6 @@ from rose.utils.log import configure_logging, get_logger
 REPORT_SECONDS = 0.5
 FAREWELL_SECONDS = 1.0
 """A start may fail before the frontend has connected; the reason should still reach it."""
-ORPHAN_SECONDS = 5.0
-"""A killed process with gigabytes or many threads ends in parts; longer than any that was seen."""
 
 _logger = get_logger("rose.server.main")  # __name__ is "__main__" where it runs as a process
 
@@ -67,44 +63,21 @@ class Announcer:
 
 
 class StopSignal:
-    """Signals to stop: a flag while serving, an exit while loading, which cannot look at flags.
-
-    SIGTERM and SIGINT ask for it; SIGHUP says that the parent that was to be followed is ending.
-    """
+    """SIGTERM and SIGINT: a flag while serving, an exit while loading, which cannot look at flags."""
 
     def __init__(self, *, stop_with_parent: bool) -> None:
         self._is_set = False
         self._parent = os.getppid() if stop_with_parent else None
-        self._is_parent_ending = False
         self.is_serving = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._receive)
-        if stop_with_parent:
-            signal.signal(signal.SIGHUP, self._receive)
 
     def __call__(self) -> bool:
-        """Tell whether to stop."""
-        return self._is_set or self.is_orphaned
+        """Tell whether to stop: it was asked for, or the process that was to be followed is gone."""
+        return self._is_set or (self._parent is not None and os.getppid() != self._parent)
 
-    @property
-    def is_orphaned(self) -> bool:
-        """Whether the process that was to be followed is gone."""
-        return self._parent is not None and os.getppid() != self._parent
-
-    def settle(self) -> bool:
-        """Wait for the end of a parent that is ending; return whether this process is orphaned.
-
-        The kernel signals when the parent's thread that started this process ends. While its other threads do not
-        yet, the parent's number is still the old one.
-        """
-        end = time.monotonic() + ORPHAN_SECONDS
-        while self._is_parent_ending and not self.is_orphaned and time.monotonic() < end:
-            time.sleep(0.01)
-        return self.is_orphaned
-
-    def _receive(self, number: int, _frame: object) -> None:
+    def _receive(self, _number: int, _frame: object) -> None:
         self._is_set = True
-        self._is_parent_ending |= number == signal.SIGHUP
         if not self.is_serving:
             raise SystemExit(0)
 
@@ -146,19 +119,6 @@ def run(
         return EngineService(engine, endpoint).serve(stop)
     finally:
         endpoint.close()
-        if stop.settle():
-            _remove_socket(address)
-
-
-def _remove_socket(address: str) -> None:
-    """Clear up for a parent that was killed: its private folder held the socket and what it told its frontends."""
-    if address.startswith("ipc://"):
-        path = Path(address.removeprefix("ipc://"))
-        # Gone already, or the folder holds more: then it is not ours.
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
-            (path.parent / ENGINE_NOTICE).unlink(missing_ok=True)
-            path.parent.rmdir()
 
 
 def main(arguments: list[str] | None = None) -> int:
