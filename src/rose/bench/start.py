@@ -23,6 +23,7 @@ from rose.bench.first_token import EXIT_REFUSED
 from rose.bench.progress import BenchProgress
 from rose.bench.record import Origin, append
 from rose.utils.errors import ConfigError, RoseError
+from rose.utils.process import clearing_up, end_with_parent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +72,7 @@ def start_once(
             stderr=errors,
             text=True,
             env=dict(environment),
+            preexec_fn=end_with_parent if sys.platform == "linux" else None,
         ) as child:
             assert child.stdout is not None
             try:
@@ -95,9 +97,9 @@ def start_once(
 def run_start(
     *, is_cached: bool, repeats: int, path: Path | None, commit: str | None, **choices: Any
 ) -> None:
-    """Measure starts and record one line."""
+    """Measure starts and record one line; ended from outside, it leaves no process and no folder."""
     starts: list[Start] = []
-    with BenchProgress().running() as progress:
+    with clearing_up(), BenchProgress().running() as progress:
         progress.expect(repeats + is_cached)
         # Where caches count, a first process fills them.
         for i in range(0 if is_cached else 1, repeats + 1):

@@ -18,12 +18,13 @@ from pathlib import Path
 
 import msgspec
 
-from rose.cli.processes import death_words, end_with_parent
+from rose.cli.processes import death_words
 from rose.frontend.client import EngineClient
 from rose.frontend.config import FrontendConfig
 from rose.frontend.main import Announce
 from rose.protocol.channel import ENGINE_NOTICE, FrontendEndpoint
 from rose.utils.log import configure_logging, get_logger
+from rose.utils.process import end_with_parent
 
 POLL_SECONDS = 0.05
 RESTART_SECONDS = 1.0

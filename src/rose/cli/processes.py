@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import shutil
 import signal
 import subprocess
@@ -12,6 +11,8 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
+
+from rose.utils.process import end_with_parent
 
 STOP_SECONDS = 10.0
 """How long an engine may take to end after SIGTERM; a CUDA context takes about one. Guessed."""
@@ -26,8 +27,6 @@ for _ in range(100):
 """
 """Standard input ends with the process that holds its other end, nobody else has it. Whoever was served by that process
 may write for a moment more."""
-PR_SET_PDEATHSIG = 1
-"""linux/prctl.h: signal to send to this process when its parent ends."""
 
 
 class EngineProcess:
@@ -105,9 +104,3 @@ def private_folder() -> Iterator[Path]:
         sweeper.stdin.close()
         sweeper.wait()
         shutil.rmtree(folder, ignore_errors=True)  # it may have been killed too
-
-
-def end_with_parent() -> None:
-    """End this process with its parent; runs in the child before exec."""
-    # A frontend that is killed hard must not leave a GPU occupied.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
