@@ -274,7 +274,15 @@ def _model_config(folder: Path) -> ModelConfig | None:
     try:
         values = json.loads((folder / "config.json").read_text())
         return entry(values["model_type"]).config.from_json(values)  # type: ignore[attr-defined]
-    except (RoseError, OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (
+        RoseError,
+        OSError,
+        ValueError,
+        ArithmeticError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ):
         return None
 
 

@@ -71,7 +71,7 @@ def _count_problems(counts: dict[str, Any]) -> list[str]:
     return [
         f"{name} is {value!r}; needed: a whole number of at least 1, at most {MOST[name]}"
         for name, value in counts.items()
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST[name]
+        if not _is_whole(value, 1, MOST[name])
     ]
 
 
@@ -89,8 +89,10 @@ def _contradictions(c: GptOssConfig) -> list[str]:
     if c.experts_per_token > c.num_experts:
         problems.append(f"{c.experts_per_token} experts per token of {c.num_experts} are too many")
     for window in sorted({w for w in c.window_tokens if w is not None}, key=str):
-        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-            problems.append(f"sliding_window is {window!r}; needed: a whole number of at least 1")
+        if not _is_whole(window, 1, MOST["context_tokens"]):
+            problems.append(
+                f"sliding_window is {window!r}; needed: a whole number of at least 1, at most {MOST['context_tokens']}"
+            )
     for name, least in (
         ("swiglu_limit", 0.0),
         ("rms_norm_eps", 0.0),
@@ -109,6 +111,10 @@ def _contradictions(c: GptOssConfig) -> list[str]:
     return problems
 
 
+def _is_whole(value: object, least: int, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
@@ -118,8 +124,9 @@ def _eos_ids(value: Any) -> tuple[int, ...]:
     if value in (None, 200002):
         return EOS_TOKEN_IDS
     ids = value if isinstance(value, list) else [value]
-    if any(isinstance(t, bool) or not isinstance(t, int) or t < 0 for t in ids):
-        _require([f"eos_token_id is {value!r}; needed: token ids, whole numbers from 0"])
+    most = MOST["vocab_size"] - 1
+    if not all(_is_whole(t, 0, most) for t in ids):
+        _require([f"eos_token_id is {value!r}; needed: token ids, whole numbers from 0 to {most}"])
     return tuple(ids)
 
 
@@ -153,16 +160,24 @@ def _from_hugging_face(values: dict[str, Any]) -> GptOssConfig:
             "num_experts": "num_local_experts",
         },
     )
+    problems = [
+        f"{name} is {values[name]!r}; needed: an object"
+        for name in ("rope_parameters", "rope_scaling")
+        if not isinstance(values.get(name), dict | None)
+    ]
+    _require(problems)
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    problems = []
     if rope.get("rope_type", "yarn") != "yarn":
         problems.append(f"rope_type {rope['rope_type']!r}; supported: yarn")
-    if rope.get("truncate", False):
+    if rope.get("truncate") not in (None, False):
         problems.append(
-            "rope truncate is true; gpt-oss uses YaRN without truncation (truncate: false)"
+            f"rope truncate is {rope['truncate']!r}; gpt-oss uses YaRN without truncation (truncate: false)"
         )
-    if values.get("tie_word_embeddings", False):
-        problems.append("tie_word_embeddings is true; gpt-oss has a separate output head")
+    if values.get("tie_word_embeddings") not in (None, False):
+        problems.append(
+            f"tie_word_embeddings is {values['tie_word_embeddings']!r}; gpt-oss has a separate output head "
+            "(tie_word_embeddings: false)"
+        )
     if values.get("attention_bias", True) is not True:
         problems.append(
             f"attention_bias is {values['attention_bias']!r}; gpt-oss has biases (attention_bias: true)"
@@ -172,6 +187,8 @@ def _from_hugging_face(values: dict[str, Any]) -> GptOssConfig:
         problems.append(f"hidden_act is {values['hidden_act']!r}; published and supported: silu")
     layer_types = values.get("layer_types")
     window = values.get("sliding_window", 128)
+    if not isinstance(layer_types, list | None):
+        _require([*problems, f"layer_types is {layer_types!r}; needed: a list, one kind a layer"])
     if window is None and (layer_types is None or "sliding_attention" in layer_types):
         problems.append("sliding_window is null; needed: the tokens that sliding layers see")
     if layer_types is None:
