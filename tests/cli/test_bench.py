@@ -20,6 +20,8 @@ def _error(capsys, *arguments: str) -> str:
     [
         (["bench", "prefill", "--tokens", "12,x"], "whole numbers"),
         (["bench", "decode", "--batches", "0"], "whole numbers"),
+        (["bench", "decode", "--batches", "1,"], "whole numbers"),
+        (["bench", "decode", "--batches", "1,,2"], "whole numbers"),
         (["bench", "latency", "--only", "gemm"], "operation=implementation"),
         (["bench", "load", "--output-tokens", "1"], "x>=2"),
         (["bench", "report"], "FILES"),

@@ -102,6 +102,7 @@ def test_a_script_needs_no_model(launched, tmp_path):
         (["--decoder", "x"], ["'x'", "plain", "change --decoder (decoding.decoder)"]),
         (["--context-tokens", "0"], ["context_tokens=0", "change --context-tokens"]),
         (["--context-tokens", "200000"], ["the model takes 131072", "change --context-tokens"]),
+        (["--seed", str(2**63)], [f"seed={2**63}; allowed: a signed 64-bit", "change --seed"]),
         (["--only", "gem=x"], ["gem", "gemm", "change --only (kernels.only)"]),
         # As a shell writes "$UNSET": the server would be open, or speak plain HTTP.
         (

@@ -140,9 +140,15 @@ def test_damaged_indices_are_answered(tmp_path, index, message):
 
 def test_folders_without_weights_are_answered(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
-    assert "holds no *.safetensors file (found: .bin)" in _problems(tmp_path)[0]
+    assert "holds no *.safetensors file (found: pytorch_model.bin)" in _problems(tmp_path)[0]
     assert "there is nothing" in _problems(tmp_path / "absent")[0]
     assert "there is a file" in _problems(tmp_path / "pytorch_model.bin")[0]
+    (tmp_path / "empty").mkdir()
+    assert "(found: nothing)" in _problems(tmp_path / "empty")[0]
+    for name in (".hidden", "notes", "x.conf"):
+        (tmp_path / name).touch()
+    found = "(found: .hidden, empty/, notes, pytorch_model.bin and 1 more)"
+    assert found in _problems(tmp_path)[0]
 
 
 def test_every_problem_is_reported_at_once(tmp_path):

@@ -214,7 +214,7 @@ def as_dict(
 def numbers(_context: click.Context, _parameter: click.Parameter, value: str) -> list[int]:
     """Read whole numbers with commas between; a callback of click."""
     try:
-        found = [int(word) for word in value.split(",") if word]
+        found = [int(word) for word in value.split(",")]
     except ValueError:
         found = []
     if not found or min(found) < 1:

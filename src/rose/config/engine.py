@@ -61,6 +61,10 @@ class EngineConfig:
                 f"context_tokens={self.context_tokens}; allowed: 2 or more, of prompt and answer together; "
                 "change context_tokens"
             )
+        if not -(2**63) <= self.seed < 2**63:
+            problems.append(
+                f"seed={self.seed}; allowed: a signed 64-bit integer, as in requests; change seed"
+            )
         if problems:
             raise ConfigError(problems)
 

@@ -15,6 +15,15 @@ SPARE_BYTES = 64 << 20
 """Left free beyond what is to be written: configuration files and the journal."""
 
 
+SHOWN_NAMES = 4
+
+
+def some(names: list[str]) -> str:
+    """Return the first names and how many more there are, for a message."""
+    more = len(names) - SHOWN_NAMES
+    return ", ".join(names[:SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
 def require_empty(folder: Path, *, because: str) -> None:
     """Create a folder, or accept an empty one.
 
@@ -23,9 +32,8 @@ def require_empty(folder: Path, *, because: str) -> None:
     make(folder, because=because)
     names = sorted(p.name for p in folder.iterdir()) if folder.exists() else []
     if names:
-        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         raise CheckpointError(
-            f"{folder} is not empty (found: {shown}); {because} needs an empty or new folder; "
+            f"{folder} is not empty (found: {some(names)}); {because} needs an empty or new folder; "
             "choose another or remove what is there"
         )
 

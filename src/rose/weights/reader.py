@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rose.utils.errors import CheckpointError
+from rose.weights.folders import some
 
 INDEX_NAME = "model.safetensors.index.json"
 _HEADER_LIMIT_BYTES = 100_000_000  # the limit of the safetensors format
@@ -66,9 +67,9 @@ def locate(folder: Path) -> Path:
     for candidate in (folder, folder / "original"):
         if any(candidate.glob("*.safetensors")) or (candidate / INDEX_NAME).exists():
             return candidate
-    kinds = sorted({p.suffix for p in folder.iterdir() if p.is_file() and p.suffix})
+    names = sorted(p.name + "/" * p.is_dir() for p in folder.iterdir())
     raise CheckpointError(
-        f"{folder} holds no *.safetensors file (found: {', '.join(kinds) or 'no files'}); only safetensors "
+        f"{folder} holds no *.safetensors file (found: {some(names) or 'nothing'}); only safetensors "
         "checkpoints are read; download them or save them in that format"
     )
 
