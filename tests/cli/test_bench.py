@@ -33,6 +33,8 @@ def _error(capsys, *arguments: str) -> str:
         (["bench", "prefill", "--layers", "0"], "x>=1"),
         (["bench", "prefill", "--layers", "99"], "layers=99 was asked of tiny, which has 6"),
         (["bench", "load", "--json", f"{__file__}/x"], f"{__file__} is a file"),
+        (["bench", "load", "--json", "/proc/x.json"], "/proc/x.json cannot be written: /proc "),
+        (["bench", "load", "--json", "/proc/x/y.json"], "cannot be written: /proc "),
         (["bench", "accuracy", "--tokens", "8", "--decoded", "8"], "7 or fewer; lower --decoded"),
         (["bench", "prefill", "--size", "7b"], "'20b', '120b', 'tiny'"),
         (["cost"], "nothing to price"),
@@ -133,6 +135,23 @@ def test_what_was_asked_for_and_left_out_is_no_pass(words, failed, monkeypatch, 
         assert "left out: " in told
         assert ("failed: " in told) == (failed is not None)
         assert failed is None or f"failed: {failed}" in " ".join(told.split())
+
+
+def test_a_disk_that_is_full_costs_no_figure(capsys):
+    arguments = ["bench", "prefill", *TINY, "--tokens", "20", "--repeats", "1"]
+    assert run([*arguments, "--json", "/dev/full"]) == 2
+    error = capsys.readouterr().err
+    assert "error: /dev/full cannot be written (No space left on device); it lacks {" in error
+    assert '"tokens": 20' in error
+
+
+def test_a_file_to_be_written_is_tried_and_left_as_it_was(tmp_path, capsys):
+    path = tmp_path / "r.jsonl"
+    assert "layers=99" in _error(capsys, "bench", "prefill", "--layers", "99", "--json", str(path))
+    assert not list(tmp_path.iterdir())
+    path.write_text("a line\n")
+    assert "layers=99" in _error(capsys, "bench", "prefill", "--layers", "99", "--json", str(path))
+    assert path.read_text() == "a line\n"
 
 
 def test_a_sweep_measures_its_parts_on_one_engine(tmp_path, capsys):

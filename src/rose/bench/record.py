@@ -14,6 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from rose.utils.errors import RoseError
+
 PACKAGE = Path(__file__).parents[1]
 
 
@@ -73,12 +75,19 @@ def percentile(samples: Sequence[float], percent: float) -> float:
 
 
 def append(path: Path | None, line: dict[str, Any]) -> None:
-    """Add a line to a results file; a lost run leaves what it had measured."""
+    """Add a line to a results file; a lost run leaves what it had measured.
+
+    Raises  RoseError with the line where the file cannot be written: it may have taken minutes
+    """
     if path is None:
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps(line) + "\n")
+    text = json.dumps(line)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(text + "\n")
+    except OSError as error:
+        raise RoseError(f"{path} cannot be written ({error.strerror}); it lacks {text}") from error
 
 
 def git_commit() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -138,11 +139,32 @@ class OutputFile(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the path."""
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
-        there = next(parent for parent in path.absolute().parents if parent.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK):
-            why = "may not be written" if there.is_dir() else "is a file"
-            self.fail(f"{path} cannot be written: {there} {why}", param, ctx)
+        why = _why_not_written(path)
+        if why is not None:
+            self.fail(f"{path} cannot be written: {why}", param, ctx)
         return path
+
+
+def _why_not_written(path: Path) -> str | None:
+    """Try to write a file, leave everything as it was, and return what the system says against it, or None."""
+    is_new = not path.exists()
+    if not is_new and not path.is_file():
+        return None  # a device or a pipe: to open it would already be an act
+    there = next(parent for parent in path.absolute().parents if parent.exists())
+    if not there.is_dir():
+        return f"{there} is a file"
+    if not os.access(there, os.W_OK):
+        return f"{there} may not be written"
+    try:
+        if there == path.absolute().parent:
+            path.open("ab").close()
+            if is_new:
+                path.unlink()
+        else:
+            tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        return f"{there} says {error.strerror}"
+    return None
 
 
 class NameValue(click.ParamType):
