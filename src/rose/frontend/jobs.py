@@ -268,7 +268,7 @@ class JobMaker:
             )
             for index, decoder in enumerate(decoders)
         ]
-        job = self._job(request, "completions", "cmpl-", prompts, runs)
+        job = self._job(request, "completions", new_id("cmpl-"), prompts, runs)
         job.with_usage = bool(request.stream_options and request.stream_options.include_usage)
         _add_requests(job, request, prompts, budgets, status, logprobs)
         return job
@@ -299,7 +299,7 @@ class JobMaker:
             limit_param="max_tokens",
         )
         runs: list[ChoiceRun] = [TokenRun(index) for index in range(request.n or 1)]
-        job = self._job(request, "generate", "gen-", [prompt], runs)
+        job = self._job(request, "generate", new_id("gen-"), [prompt], runs)
         job.with_usage = bool(request.stream_options and request.stream_options.include_usage)
         _add_requests(job, request, [prompt], [budget], status, request.logprobs)
         return job
@@ -308,13 +308,13 @@ class JobMaker:
         self,
         request: SamplingFields,
         endpoint: str,
-        id_prefix: str,
+        answer_id: str,
         prompts: list[EncodedPrompt],
         runs: list[ChoiceRun],
     ) -> Job:
         return Job(
             endpoint=endpoint,
-            answer_id=new_id(id_prefix),
+            answer_id=answer_id,
             model=self.model_names[0],
             created=int(time.time()),
             num_prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
