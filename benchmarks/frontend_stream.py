@@ -164,7 +164,13 @@ class Server:
     def held(self) -> Iterator[None]:
         """Take the requests of the block, and send nothing until the engine, a child, has answered them all."""
         pid = self._process.pid
-        engine = int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        # Beside the engine there are processes that read schemas and that clear up.
+        [engine] = [
+            int(child)
+            for child in children
+            if b"rose.server." in Path(f"/proc/{child}/cmdline").read_bytes()
+        ]
         os.kill(engine, signal.SIGSTOP)
         yield
         _wait_until_quiet(pid)
