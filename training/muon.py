@@ -30,7 +30,10 @@ def orthogonal(x: Tensor) -> Tensor:
 
 
 class Muon(Optimizer):
-    """Groups have `params` and `rows`: of each matrix that a parameter is a stack of; None: as its last two sizes."""
+    """Groups have `params` and `rows`: of each matrix that a parameter is a stack of; None: as its last two sizes.
+
+    A group's `lr` may be a number or a tensor [] on the device, which a recorded step reads anew on every replay.
+    """
 
     def __init__(
         self, groups: Iterable[dict], lr: float, momentum: float = 0.95, weight_decay: float = 0.0
@@ -58,14 +61,15 @@ class Muon(Optimizer):
             self._add(params, list(wanted), group["rows"], group["lr"])
 
     def _add(
-        self, params: list[nn.Parameter], wanted: list[Tensor], rows: int | None, lr: float
+        self, params: list[nn.Parameter], wanted: list[Tensor], rows: int | None, lr: float | Tensor
     ) -> None:
         by_shape: dict[tuple[int, int], list[int]] = {}
         for i, p in enumerate(params):
             by_shape.setdefault((rows or p.shape[-2], p.shape[-1]), []).append(i)
         for (height, width), numbers in by_shape.items():
             stacks = [wanted[i].reshape(-1, height, width) for i in numbers]
-            moved = orthogonal(torch.cat(stacks)).float() * max(1.0, height / width) ** 0.5
+            # One product with the rate, not `alpha=`: that takes a number, and the host would wait for a tensor's.
+            moved = orthogonal(torch.cat(stacks)).float() * (lr * max(1.0, height / width) ** 0.5)
             parts = moved.split([len(s) for s in stacks])
             for i, part in zip(numbers, parts, strict=True):
-                params[i].add_(part.view_as(params[i]), alpha=-lr)
+                params[i].sub_(part.view_as(params[i]))

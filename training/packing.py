@@ -158,6 +158,12 @@ class Source:
         # Reading the corpus takes seconds: begun here, while the device compiles.
         self._pool = context.Pool(workers, _text, (plan.path,)) if workers else None
 
+    def draw(self, step: int) -> Batch:
+        """Return the batch of one step."""
+        if self._pool is None:
+            return self.plan.batch(step)
+        return self._pool.apply(self.plan.batch, (step,))
+
     def batches(self, first: int) -> Iterator[Batch]:
         """Yield the batches of steps `first`, `first + 1`, ... without end."""
         if self._pool is None:

@@ -4,9 +4,11 @@ usage: PYTHONPATH=src python training/train.py --minutes 8 --out DIR [--work DIR
 The head learns beside the model, in the last steps of it. On a GPU everything takes --minutes: the first steps of each
 part are timed, and as many follow as fit. --steps (model, MTP head, draft; printed at the end and in the card) repeats
 a run. Killed? The same command goes on from there. Told to end (SIGTERM)? What is there is exported, and not scored.
+On a GPU a step is recorded as a CUDA graph and replayed (--graphs), compared with one that is not before it is used.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import platform
@@ -16,12 +18,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
+from batches import Fixed, Tensors, on_device
 from card import plot, write_card
 from export import end_tokens, export, load_parent, save_parent
+from graphs import CudaRecorder, Form, Recorder, Replays, Steps
 from muon import Muon
-from packing import ENGLISH, Batch, Plan, Source
+from packing import Batch, Plan, Source
 from sizes import SIZES, active_parameters, model_config
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, embedding, linear
@@ -47,8 +50,8 @@ SAVE_SECONDS = 60
 ROUNDED_FROM = 0.35
 """Share of the steps after which experts are trained through MXFP4 rounding; before, the plain ones settle."""
 BALANCE = 0.01
-ENGLISH_WEIGHT = 0.25
-"""Of a token of English: its loss is twenty times that of a question's, and hardly falls any more."""
+MOST_DRAWN = 40
+"""Batches among which two are sought that fit a recorded step."""
 
 
 @dataclass
@@ -68,9 +71,16 @@ class Settings:
     """Steps."""
     profile: Path | None = None
     """Where to write the times of one step's kernels."""
+    recorder: Recorder | None = None
+    """Records steps as graphs; None: every step is launched by the host, kernel by kernel."""
+    are_graphs_required: bool = False
     log: list[dict] = field(default_factory=list)
     is_ended: bool = False
     """Told to end: what follows is skipped, but for the export."""
+
+    def working(self) -> contextlib.AbstractContextManager[None]:
+        """Hold all work of the device between, as recording wants it."""
+        return contextlib.nullcontext() if self.recorder is None else self.recorder.working()
 
     def say(self, **values) -> None:
         """Print and keep a line."""
@@ -80,6 +90,9 @@ class Settings:
 
 class Part:
     """One thing to train: parameters, and the loss of a batch."""
+
+    model: TrainableGptOss
+    """Which is trained, or under what is."""
 
     def __init__(
         self,
@@ -116,25 +129,124 @@ class Part:
             ]
             self.optimizers.append(Muon(groups, lr=settings.muon_rate, weight_decay=0.01))
         self.rates = [[g["lr"] for g in o.param_groups] for o in self.optimizers]
+        self.replays: Replays | None = None
+        self._resumed: int | None = None
+        """Steps of the run that is gone on with."""
+        self._has_resumed = False
+        if settings.recorder is not None:
+            # A recorded step reads its rates from the device: numbers would stay what they were.
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = torch.tensor(group["lr"], device=settings.device)
+                    if "capturable" in group:
+                        group["capturable"] = settings.device != "cpu"
 
-    def loss(self, batch: "Tensors", done: float) -> tuple[Tensor, Tensor]:
+    def loss(self, batch: Tensors, *, is_rounded: bool) -> tuple[Tensor, Tensor]:
         """Return the mean loss of learnt tokens, and what is to be minimised beside it."""
         raise NotImplementedError
 
-    def run(self, steps: int | None, seconds: float) -> list[float]:
-        """Train `steps` steps, or as many as fit in `seconds`; return the losses."""
-        state_path = self.settings.work / f"{self.name}.pt"
-        if state_path.exists():
+    def form(self, step: int, steps: int | None) -> Form:
+        """Return the form of a step; `steps` of None: not known yet."""
+        raise NotImplementedError
+
+    def forms(self, steps: int | None) -> list[Form]:
+        """Return the forms that the steps will have."""
+        raise NotImplementedError
+
+    def members(self) -> "list[Part]":
+        """Return the parts that a step trains: this one, and what learns beside it."""
+        return [self]
+
+    def work(self, form: Form, batch: Tensors) -> tuple[Tensor, ...]:
+        """Take a step; return the losses of `members` that learn in it. Work of the device alone: it is recorded."""
+        return (self.learn(batch, is_rounded=form.is_rounded),)
+
+    def resume(self) -> int | None:
+        """Go on from the state that is saved, where one is; return its number of steps. Looks once.
+
+        HAZARD: new state of the optimisers comes with it, which steps recorded before would not know.
+        """
+        state_path = self._state_path()
+        is_due, self._has_resumed = not self._has_resumed, True
+        if is_due and state_path.exists():
             state = torch.load(state_path, weights_only=True, map_location=self.settings.device)
             self.restore(state)
-            steps = state["steps"]
-            self.settings.say(part=self.name, resumed_at=len(self.losses), steps=steps)
+            self._resumed = state["steps"]
+            self.settings.say(part=self.name, resumed_at=len(self.losses), steps=self._resumed)
+        return self._resumed
+
+    def _state_path(self) -> Path:
+        return self.settings.work / f"{self.name}.pt"
+
+    def prepare(self, steps: int | None) -> None:
+        """Record the steps and compare, from the state that training begins with and leaves as it is.
+
+        Raises   GraphsFailedError where a form cannot be recorded, or differs, and graphs are required
+        """
+        settings, recorder = self.settings, self.settings.recorder
+        steps = steps if self.resume() is None else self._resumed
+        if recorder is None or (steps is not None and len(self.losses) >= steps):
+            return
+        windows = None if self.model.tools.flex is None else self.model.config.window_tokens
+        fixed = Fixed(settings.source.plan.shape, settings.device, windows)
+        replays = Replays(recorder, fixed, self._steps())
+        drawn = self._fitting(replays)
+        if drawn is None:
+            return
+        for form in self.forms(steps):
+            report = {"part": self.name, "graph": form.name, **replays.prepare(form, drawn)}
+            why = report.get("failed") or report.get("wrong")
+            settings.say(**report, steps_are="launched one by one" if why else "replayed")
+            if why and settings.are_graphs_required:
+                raise GraphsFailedError(f"part {self.name}, step {form.name}: {why}")
+        self.replays = replays
+
+    def _steps(self) -> Steps:
+        members = self.members()
+
+        def set_rates(factor: float) -> None:
+            for member in members:
+                member.set_rates(factor)
+
+        return Steps(
+            work=self.work,
+            set_rates=set_rates,
+            named_parameters=[
+                (f"{m.name}.{n}", p) for m in members for n, p in m.module.named_parameters()
+            ],
+            optimizers=[o for m in members for o in m.optimizers],
+        )
+
+    def _fitting(self, replays: Replays) -> tuple[Batch, Batch] | None:
+        """Return two batches that fit; None, and it is said, where there are none."""
+        settings, found = self.settings, []
+        for step in range(MOST_DRAWN):
+            drawn = settings.source.draw(step)
+            if replays.fits(drawn):
+                found.append(drawn)
+            if len(found) == 2:
+                return found[0], found[1]
+        why = (
+            f"of {MOST_DRAWN} batches of {list(settings.source.plan.shape)} fewer than two learn anything and fit "
+            "a recorded step"
+        )
+        if settings.are_graphs_required:
+            raise GraphsFailedError(f"part {self.name}: {why}; take larger ones, or --graphs off")
+        settings.say(part=self.name, failed=why, steps_are="launched one by one")
+        return None
+
+    def run(self, steps: int | None, seconds: float) -> list[float]:
+        """Train `steps` steps, or as many as fit in `seconds`; return the losses."""
+        state_path = self._state_path()
+        steps = steps if self.resume() is None else self._resumed
         try:
             steps = self._run(steps, seconds, state_path)
         except Ended:
             self.settings.is_ended = True
             self.settings.say(part=self.name, ended_at=len(self.losses), planned=steps)
         done = [float(x) for x in self.losses]
+        if self.replays is not None:
+            self.settings.say(part=self.name, steps_taken=dict(self.replays.counts))
         if not self.settings.is_ended:
             self._save(state_path, len(done))
         return done
@@ -155,7 +267,7 @@ class Part:
                     self.settings.profile.with_suffix(f".{self.name}.txt"),
                 )
             self.losses.append(self._step(step, steps, drawn))
-            if step + 1 in (SKIPPED_STEPS, SKIPPED_STEPS + TIMED_STEPS):
+            if pace.is_timed(step + 1):
                 self._wait()
             planned, steps = steps, pace.steps(step + 1, steps)
             now = time.perf_counter()
@@ -186,20 +298,32 @@ class Part:
     def _step(self, step: int, steps: int | None, drawn: Batch) -> Tensor:
         """Take one step; the loss stays on the device, so that the host runs ahead."""
         # While the rate is being timed the number of steps is not known; the schedule is flat there anyway.
-        return self.learn(
-            step, step / steps if steps else 0.0, Tensors(drawn, self.settings.device)
-        )
+        self.set_rates(self.factor(step, step / steps if steps else 0.0))
+        return self.take(self.form(step, steps), drawn)[0]
 
-    def learn(self, step: int, done: float, batch: "Tensors") -> Tensor:
-        """Move the parameters by the gradients of a batch; return its loss. done: share of the steps behind."""
-        factor = min(1.0, (step + 1) / self.settings.warmup) * (
-            0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done))
-        )
+    def factor(self, step: int, done: float) -> float:
+        """Return what the rates are multiplied by; done: share of the steps behind."""
+        warm = min(1.0, (step + 1) / self.settings.warmup)
+        return warm * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done)))
+
+    def set_rates(self, factor: float) -> None:
+        """Multiply the rates that the optimisers were made with."""
         for optimizer, rates in zip(self.optimizers, self.rates, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate * factor
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(rate * factor)
+                else:
+                    group["lr"] = rate * factor
+
+    def take(self, form: Form, drawn: Batch) -> tuple[Tensor, ...]:
+        """Take a step, replayed where it is recorded; return what `work` returns."""
+        losses = None if self.replays is None else self.replays.take(form, drawn)
+        return losses or self.work(form, on_device(drawn, self.settings.device))
+
+    def learn(self, batch: Tensors, *, is_rounded: bool) -> Tensor:
+        """Move the parameters by the gradients of a batch, at the rates that are set; return its loss."""
         with torch.autocast("cuda", torch.bfloat16, enabled=self.settings.device != "cpu"):
-            loss, beside = self.loss(batch, done)
+            loss, beside = self.loss(batch, is_rounded=is_rounded)
         self.module.zero_grad(set_to_none=True)
         (loss + beside).backward()
         nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
@@ -227,8 +351,16 @@ class Part:
         """Take back what `state` returned."""
         self.module.load_state_dict(state["module"])
         for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
+            # Rates and flags are this run's: whether it records steps is not the saved run's business.
+            own = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
             optimizer.load_state_dict(kept)
+            for group, options in zip(optimizer.param_groups, own, strict=True):
+                group.update(options)
         self.losses = state["losses"]
+
+
+class GraphsFailedError(RuntimeError):
+    """Steps could not be recorded, and were required to be."""
 
 
 class Ended(BaseException):
@@ -249,6 +381,12 @@ class Pace:
         self.begin = self.mark = time.perf_counter()
         self._each: list[float] = []
         """Seconds per step of the last stretches."""
+
+    def is_timed(self, taken: int) -> bool:
+        """Tell whether `steps` reads the clock when `taken` are; a device has to be waited for then."""
+        later = taken - SKIPPED_STEPS - TIMED_STEPS
+        is_later = later >= 0 and later % PLAN_STEPS == 0
+        return not self.is_fixed and (taken == SKIPPED_STEPS or is_later)
 
     def steps(self, taken: int, steps: int | None) -> int | None:
         """Return how many steps there will be, when `taken` are; None: not known yet."""
@@ -275,35 +413,6 @@ class Pace:
         return max(taken + 1, taken + int(0.985 * (self.seconds - (now - self.begin)) / each))
 
 
-class Tensors:
-    """A batch on the device; inputs [B, T] and the flat places whose next token is learnt."""
-
-    def __init__(self, drawn: Batch, device: str) -> None:
-        def there(array) -> Tensor:
-            tensor = torch.from_numpy(array)
-            tensor = tensor.pin_memory() if device != "cpu" else tensor
-            return tensor.to(device, non_blocking=True)
-
-        tokens, docs, learnt = drawn.tokens, drawn.docs, drawn.is_learnt
-        self.all_tokens = there(tokens.astype("int64"))
-        self.tokens = self.all_tokens[:, :-1]
-        self.positions = there(drawn.positions[:, :-1].astype("int64"))
-        self.docs = there(docs[:, :-1].copy())
-        # Chosen on the host: a device that had to count them would make the host wait.
-        next_one = (learnt[:, 1:] > 0) & (docs[:, 1:] == docs[:, :-1])
-        next_two = next_one.copy()
-        next_two[:, :-1] = (learnt[:, 2:] > 0) & (docs[:, 2:] == docs[:, :-2])
-        next_two[:, -1] = False
-        self.places, self.places_of_two = (
-            there(x.reshape(-1).nonzero()[0]) for x in (next_one, next_two)
-        )
-        self.next_one = there(tokens[:, 1:][next_one].astype("int64"))
-        self.next_two = there(tokens[:, 2:][next_two[:, :-1]].astype("int64"))
-        weight = np.where(learnt == ENGLISH, ENGLISH_WEIGHT, 1.0).astype("float32")
-        self.weights = there(weight[:, 1:][next_one])
-        self.weights_of_two = there(weight[:, 2:][next_two[:, :-1]])
-
-
 def mean_loss(logits: Tensor, wanted: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted mean cross-entropy; 0 where nothing is learnt (a long document cut off by a short row)."""
     losses = cross_entropy(logits.float(), wanted, reduction="none")
@@ -326,29 +435,64 @@ class ModelPart(Part):
         self.model = model
         self.head, self.head_steps = head, head_steps
 
-    def loss(self, batch: Tensors, done: float) -> tuple[Tensor, Tensor]:
+    def loss(self, batch: Tensors, *, is_rounded: bool) -> tuple[Tensor, Tensor]:
         """Cross-entropy of learnt tokens, and the penalty on uneven routing."""
         model = self.model
-        model.is_rounded = done >= ROUNDED_FROM
-        rows = model.rows(batch.positions, batch.docs)
+        model.is_rounded = is_rounded
+        rows = model.rows(batch.positions, batch.docs, batch.block_masks)
         hidden, penalty = model(batch.tokens, rows)
         if self.head is not None:
             self.head.seen = rows, hidden.detach()
         logits = model.logits(hidden.flatten(0, 1).index_select(0, batch.places))
         return mean_loss(logits, batch.next_one, batch.weights), BALANCE * penalty
 
+    def form(self, step: int, steps: int | None) -> Form:
+        """Rounded from ROUNDED_FROM on; the head learns at the end."""
+        if steps is None:
+            return Form(is_rounded=False)
+        is_rounded = step / steps >= ROUNDED_FROM
+        # Once begun it goes on: a corrected number of steps may move where it would begin.
+        has_head = self.head is not None and (
+            step >= steps - self._head_steps(steps) or bool(self.head.losses)
+        )
+        return Form(is_rounded, has_head)
+
+    def _head_steps(self, steps: int) -> int:
+        return round(MTP_SHARE * steps) if self.head_steps is None else self.head_steps
+
+    def forms(self, steps: int | None) -> list[Form]:
+        """Plain, rounded, and what the head makes of them."""
+        forms = [Form(is_rounded=False), Form(is_rounded=True)]
+        if self.head is not None:
+            forms.append(Form(is_rounded=True, has_head=True))
+        if steps is not None:
+            forms = sorted({self.form(step, steps) for step in range(len(self.losses), steps)})
+        return forms
+
+    def members(self) -> list[Part]:
+        """Return the model and its head."""
+        return [self] if self.head is None else [self, self.head]
+
+    def work(self, form: Form, batch: Tensors) -> tuple[Tensor, ...]:
+        """Take a step, the head's after the model's."""
+        losses = super().work(form, batch)
+        if not form.has_head:
+            return losses
+        assert self.head is not None, "forms with a head are of models that have one"
+        return *losses, self.head.learn(batch, is_rounded=True)
+
     def _step(self, step: int, steps: int | None, drawn: Batch) -> Tensor:
-        batch = Tensors(drawn, self.settings.device)
-        loss = self.learn(step, step / steps if steps else 0.0, batch)
-        if self.head is not None and step == 0:
-            self.head.rehearse(batch)
-        if self.head is not None and steps is not None:
-            count = round(MTP_SHARE * steps) if self.head_steps is None else self.head_steps
-            taken = len(self.head.losses)
-            # Once begun it goes on: a corrected number of steps may move where it would begin.
-            if step >= steps - count or taken:
-                done = taken / (taken + steps - step)
-                self.head.losses.append(self.head.learn(taken, done, batch))
+        form, head = self.form(step, steps), self.head
+        self.set_rates(self.factor(step, step / steps if steps else 0.0))
+        if head is not None and form.has_head:
+            assert steps is not None, "the head begins near the end"
+            taken = len(head.losses)
+            head.set_rates(head.factor(taken, taken / (taken + steps - step)))
+        loss, *of_head = self.take(form, drawn)
+        if head is not None:
+            if step == 0 and not of_head and self.replays is None:
+                head.rehearse(on_device(drawn, self.settings.device))
+            head.losses += of_head
         return loss
 
     def beside(self) -> dict[str, float]:
@@ -377,7 +521,15 @@ class MtpPart(Part):
         self.seen: tuple[Rows, Tensor] | None = None
         """Rows and hidden states of the batch, where the model has just been trained on it."""
 
-    def loss(self, batch: Tensors, done: float) -> tuple[Tensor, Tensor]:
+    def form(self, step: int, steps: int | None) -> Form:
+        """Rounded, as the model under it is."""
+        return Form(is_rounded=True)
+
+    def forms(self, steps: int | None) -> list[Form]:
+        """Return the only one."""
+        return [Form(is_rounded=True)]
+
+    def loss(self, batch: Tensors, *, is_rounded: bool) -> tuple[Tensor, Tensor]:
         """Cross-entropy of learnt tokens two places on."""
         model = self.model
         rows, hidden = self.seen or self._look(batch)
@@ -393,7 +545,7 @@ class MtpPart(Part):
         """Compute gradients and forget them: what cannot be compiled shows now and not after some minutes."""
         seen = self.seen
         with torch.autocast("cuda", torch.bfloat16, enabled=self.settings.device != "cpu"):
-            loss, _ = self.loss(batch, 0.0)
+            loss, _ = self.loss(batch, is_rounded=True)
         loss.backward()
         self.module.zero_grad(set_to_none=True)
         self.seen = seen
@@ -401,7 +553,7 @@ class MtpPart(Part):
     @torch.no_grad()
     def _look(self, batch: Tensors) -> tuple[Rows, Tensor]:
         self.model.is_rounded = True
-        rows = self.model.rows(batch.positions, batch.docs)
+        rows = self.model.rows(batch.positions, batch.docs, batch.block_masks)
         return rows, self.model(batch.tokens, rows)[0]
 
 
@@ -571,6 +723,12 @@ def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--compile", default="auto", choices=("auto", "block", "parts", "plain", "none")
     )
+    parser.add_argument(
+        "--graphs",
+        default="auto",
+        choices=("auto", "required", "off"),
+        help="steps as CUDA graphs: where they work, or end if they do not, or never",
+    )
     parser.add_argument("--workers", type=int, default=12, help="processes that draw data; 0: none")
     parser.add_argument("--parts", nargs="+", default=list(SHARES), choices=list(SHARES))
     parser.add_argument("--start", type=Path, help="parent.pt of an earlier run, to go on from")
@@ -580,7 +738,12 @@ def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokenizer", type=Path, default=root / "tokenizer.json")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, default=root.parent / ".cache/training")
-    return parser.parse_args(words)
+    arguments = parser.parse_args(words)
+    if arguments.graphs == "required" and arguments.device == "cpu":
+        parser.error(
+            "--graphs required: the device is cpu and graphs take a GPU; allowed: auto, off"
+        )
+    return arguments
 
 
 def main(words: list[str] | None = None) -> None:
@@ -598,6 +761,8 @@ def main(words: list[str] | None = None) -> None:
     source = Source(plan, arguments.workers)
     signal.signal(signal.SIGTERM, end)
     settings = settings_of(arguments, source)
+    if settings.recorder is None:
+        settings.say(graphs="off", why="the device is a CPU" if device == "cpu" else "--graphs off")
     tokenizer = FolderTokenizer(path)
     eos = end_tokens(tokenizer)
     config = model_config(arguments.size, tokenizer.vocab_size, eos)
@@ -608,7 +773,10 @@ def main(words: list[str] | None = None) -> None:
     if arguments.start is not None:
         load_parent(model, mtp, arguments.start)
     if arguments.compile != "none" and device != "cpu":
-        tools = choose_tools(model.to(device), arguments.compile, device, tuple(arguments.batch))
+        with settings.working():
+            tools = choose_tools(
+                model.to(device), arguments.compile, device, tuple(arguments.batch)
+            )
         model.tools = draft.tools = tools
     settings.say(
         device=torch.cuda.get_device_name() if device != "cpu" else "cpu",
@@ -636,19 +804,26 @@ def main(words: list[str] | None = None) -> None:
     def written(scores: dict[str, dict[str, float]]) -> None:
         write_card(out, config, draft_config, settings.log, losses, scores, arguments)
 
-    try:
-        train_parts(parts, steps, arguments, begin)
-    finally:  # a part that fails does not take with it what others have learnt
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a matter of seconds
-        losses |= {name: [float(x) for x in p.losses] for name, p in parts.items() if p.losses}
-        export(model, tokenizer, out / "tiny-gpt-oss", mtp)
-        save_parent(model, mtp, out / "parent.pt")
-        if "draft" in losses:
-            export(draft, tokenizer, out / "tiny-gpt-oss-draft")
-        written({})
-        plot(losses, out / "loss.png")
-        source.close()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with settings.working():
+        try:
+            # Before anything is written: where graphs are required and fail, nothing has been learnt.
+            prepare_parts(parts, steps, arguments)
+        except BaseException:
+            source.close()
+            raise
+        try:
+            train_parts(parts, steps, arguments, begin)
+        finally:  # a part that fails does not take with it what others have learnt
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a matter of seconds
+            losses |= {name: [float(x) for x in p.losses] for name, p in parts.items() if p.losses}
+            export(model, tokenizer, out / "tiny-gpt-oss", mtp)
+            save_parent(model, mtp, out / "parent.pt")
+            if "draft" in losses:
+                export(draft, tokenizer, out / "tiny-gpt-oss-draft")
+            written({})
+            plot(losses, out / "loss.png")
+            source.close()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if settings.is_ended:
         return
     scores = score(model, draft, mtp, tokenizer, arguments)
@@ -672,7 +847,14 @@ def settings_of(arguments: argparse.Namespace, source: Source) -> Settings:
         muon_rate=arguments.muon_lr,
         warmup=arguments.warmup,
         profile=arguments.profile,
+        recorder=recorder_of(arguments.graphs, arguments.device),
+        are_graphs_required=arguments.graphs == "required",
     )
+
+
+def recorder_of(wanted: str, device: str) -> Recorder | None:
+    """Return what records steps, or None: on a CPU, and where it is not wanted."""
+    return None if wanted == "off" or device == "cpu" else CudaRecorder()
 
 
 def score(
@@ -695,6 +877,27 @@ def score(
     }
 
 
+def _in_order(arguments: argparse.Namespace) -> list[str]:
+    """Return the parts that are trained one after the other."""
+    names = [name for name in SHARES if name in arguments.parts]
+    if "model" in names and "mtp" in names:
+        names.remove("mtp")  # learns beside the model
+    return names
+
+
+def prepare_parts(
+    parts: dict[str, Part], steps: dict[str, int | None], arguments: argparse.Namespace
+) -> None:
+    """Load what was saved and record all steps that will be replayed, before one is taken or timed."""
+    settings = parts["model"].settings
+    try:
+        for name in _in_order(arguments):
+            parts[name].prepare(steps[name])
+    except Ended:
+        settings.is_ended = True
+        settings.say(ended_at=0, why="told to end before the first step")
+
+
 def train_parts(
     parts: dict[str, Part],
     steps: dict[str, int | None],
@@ -702,9 +905,7 @@ def train_parts(
     begin: float,
 ) -> None:
     """Train one part after the other, each in its share of the minutes that are left."""
-    names = [name for name in SHARES if name in arguments.parts]
-    if "model" in names and "mtp" in names:
-        names.remove("mtp")  # learns beside the model
+    names = _in_order(arguments)
     for i, name in enumerate(names):
         if parts[name].settings.is_ended:
             return

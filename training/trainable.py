@@ -131,7 +131,7 @@ def attend_plain(
     k, v = (torch.cat([x.roll(1, 2), x], 3) for x in (k, v))
     own = docs.unflatten(1, (-1, CHUNK))
     before = own.roll(1, 1).clone()
-    before[:, 0] = -1  # nothing stands before the first piece
+    before[:, 0].fill_(-1)  # nothing stands before the first piece
     keys = torch.cat([before, own], 2)
     place = torch.arange(2 * CHUNK, device=q.device)
     far = place[CHUNK:, None] - place[None, :]
@@ -161,11 +161,36 @@ def attend_flex(
     return out * share[..., None].to(out.dtype)
 
 
-def block_mask(docs: Tensor, window: int | None) -> object:
-    """Return flex attention's mask for causal attention within documents and a window.
+def block_lists(docs: Tensor, window: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return which blocks of 128 keys each block of 128 queries needs, and the other way round.
 
-    Documents stand in order in a row, so which blocks of 128 x 128 are needed follows from their first and last tokens:
-    [B, C, C] comparisons and not [B, T, T].
+    Documents stand in order in a row, so this follows from the first and last tokens of the blocks: [B, C, C]
+    comparisons and not [B, T, T]. On any device; host and GPU give the same.
+
+    Shapes   docs [B, T]; number of needed blocks int32 [B, 1, C] and their order int32 [B, 1, C, C], needed ones first
+    """
+    tokens = docs.shape[1]
+    first, last = docs[:, ::CHUNK], docs[:, CHUNK - 1 :: CHUNK]
+    if last.shape[1] < first.shape[1]:
+        last = torch.cat([last, docs[:, -1:]], 1)
+    chunk = torch.arange(first.shape[1], device=docs.device)
+    apart = chunk[:, None] - chunk[None, :]
+    # Between the first query of one and the last key of the other.
+    nearest = (apart - 1) * CHUNK + 1
+    needed = (apart >= 0) & (nearest < (window or tokens)) & (last[:, None, :] >= first[:, :, None])
+    return *_ordered(needed), *_ordered(needed.mT)
+
+
+def _ordered(needed: Tensor) -> tuple[Tensor, Tensor]:
+    number = needed.sum(-1, dtype=torch.int32)[:, None]
+    order = needed.int().argsort(dim=-1, descending=True, stable=True)[:, None]
+    return number.contiguous(), order.to(torch.int32, memory_format=torch.contiguous_format)
+
+
+def block_mask_of(docs: Tensor, window: int | None, lists: tuple[Tensor, ...]) -> object:
+    """Return flex attention's mask for causal attention within documents and a window; `lists` of `block_lists`.
+
+    Aliasing   reads docs and lists whenever it is used: written anew, they are the mask of another batch
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -176,20 +201,25 @@ def block_mask(docs: Tensor, window: int | None) -> object:
     def seen(b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (q >= k) & (docs[b, q] == docs[b, k]) & (q - k < reach[b])
 
-    first, last = docs[:, ::CHUNK], docs[:, CHUNK - 1 :: CHUNK]
-    if last.shape[1] < first.shape[1]:
-        last = torch.cat([last, docs[:, -1:]], 1)
-    chunk = torch.arange(first.shape[1], device=docs.device)
-    apart = chunk[:, None] - chunk[None, :]
-    nearest = (
-        apart - 1
-    ) * CHUNK + 1  # between the first query of one and the last key of the other
-    needed = (apart >= 0) & (nearest < (window or tokens)) & (last[:, None, :] >= first[:, :, None])
-    number = needed.sum(-1, dtype=torch.int32)[:, None]
-    order = needed.int().argsort(dim=-1, descending=True, stable=True).int()[:, None]
-    return BlockMask.from_kv_blocks(
-        number, order, BLOCK_SIZE=CHUNK, mask_mod=seen, seq_lengths=(tokens, tokens)
+    number, order, number_of_queries, order_of_queries = lists
+    return BlockMask(
+        seq_lengths=(tokens, tokens),
+        kv_num_blocks=number,
+        kv_indices=order,
+        full_kv_num_blocks=None,
+        full_kv_indices=None,
+        q_num_blocks=number_of_queries,
+        q_indices=order_of_queries,
+        full_q_num_blocks=None,
+        full_q_indices=None,
+        BLOCK_SIZE=(CHUNK, CHUNK),
+        mask_mod=seen,
     )
+
+
+def block_mask(docs: Tensor, window: int | None) -> object:
+    """Return `block_mask_of` a batch whose lists are made here."""
+    return block_mask_of(docs, window, block_lists(docs, window))
 
 
 class Block(nn.Module):
@@ -286,14 +316,19 @@ class TrainableGptOss(nn.Module):
         )
         self._tables: dict[tuple[str, torch.dtype], Tensor] = {}
 
-    def rows(self, positions: Tensor, docs: Tensor) -> Rows:
-        """Prepare what the layers need of a batch."""
+    def rows(
+        self,
+        positions: Tensor,
+        docs: Tensor,
+        block_masks: dict[int | None, object] | None = None,
+    ) -> Rows:
+        """Prepare what the layers need of a batch; flex attention's masks are made where none are given."""
         cos, sin = self._table(docs.device)[positions][:, None].chunk(2, -1)
         if self.tools.flex is None:
             return Rows(cos, sin, docs, {})
-        return Rows(
-            cos, sin, docs, {w: block_mask(docs, w) for w in set(self.config.window_tokens)}
-        )
+        if block_masks is None:
+            block_masks = {w: block_mask(docs, w) for w in set(self.config.window_tokens)}
+        return Rows(cos, sin, docs, block_masks)
 
     def _table(self, device: torch.device) -> Tensor:
         """Return cosines and sines by position."""
