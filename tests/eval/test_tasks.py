@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -81,6 +82,21 @@ def test_small_differences_below_zero_are_taught_and_the_held_out_ones_are_not()
     assert below - keys == {"2-5", "6-7", "7-9"}
     assert keys <= below
     assert {"6-7"} <= {e.key for e in held_out_set("arithmetic", 200, seed=1)}
+
+
+def test_calls_in_another_order_are_taught_and_the_held_out_ones_are_not():
+    source = random.Random(3)
+    for _ in range(200):
+        example = draw_from(tool_tasks.turned_call, source, held_out=False)
+        name, arguments = example.call
+        # Held out by the same key as a `tool_call`, whatever the task is called.
+        assert example.key == f"call {name} {tool_tasks.compact(arguments)}"
+        asked = example.messages[0]["content"]
+        listed = re.split(r" and |, |: |with ", asked.rstrip("."))[1:]
+        in_order = [f"{key} {str(value).lower()}" for key, value in arguments.items()]
+        assert sorted(listed) == sorted(in_order)
+        assert listed != in_order
+    assert "turned_call" not in ASKED
 
 
 @pytest.mark.parametrize(

@@ -331,7 +331,8 @@ def test_twenty_steps_on_a_cpu_lower_the_loss_and_leave_two_checkpoints(trained)
     losses = log["losses"]["model"]
     assert len(losses) == 20
     assert losses[4] == 0  # a long document that the short rows of this test cut off has no answer
-    assert sum(losses[15:19]) / 4 < sum(losses[:4]) / 4 - 0.5
+    learnt = [loss for loss in losses if loss]  # and a short one may be cut off before its answer
+    assert sum(learnt[-4:]) / 4 < sum(learnt[:4]) / 4 - 1
     assert [len(log["losses"][n]) for n in ("mtp", "draft")] == [2, 2]
     for name in ("tiny-gpt-oss", "tiny-gpt-oss-draft"):
         files = {p.name for p in (folder / name).iterdir()}

@@ -27,6 +27,7 @@ TASKS: dict[str, Draw] = {
     "follow_up": conversations.follow_up,
     "conversation": conversations.conversation,
     "below_zero": text_tasks.below_zero,
+    "turned_call": tool_tasks.turned_call,
     "acknowledge": talk_tasks.acknowledge,
     "talk": talk_tasks.talk,
     "repeats": text_tasks.repeats,
@@ -36,26 +37,35 @@ SHARES: dict[str, float] = {
     "arithmetic": 18,
     "copy": 10,
     "reverse": 12,
-    "sort": 7,
+    "sort": 10,
     "count": 7,
     "far_copy": 6,
     "span_copy": 2,
     "tool_call": 16,
     "tool_result": 9,
-    "tool_missing": 4,
+    "tool_missing": 8,
     "json": 7,
     "instruction": 12,
     "turns": 4,
-    "follow_up": 14,
-    "conversation": 10,
+    "follow_up": 12,
+    "conversation": 8,
     "below_zero": 3,
+    "turned_call": 6,
     "acknowledge": 1,
     "talk": 3,
     "repeats": 6,
     "spelling": 7,
 }
 """Of training's short rows; `long_copy` comes in long rows of its own."""
-TAUGHT_ONLY = ("talk", "acknowledge", "repeats", "spelling", "conversation", "below_zero")
+TAUGHT_ONLY = (
+    "talk",
+    "acknowledge",
+    "repeats",
+    "spelling",
+    "conversation",
+    "below_zero",
+    "turned_call",
+)
 ASKED = tuple(name for name in TASKS if name not in TAUGHT_ONLY)
 """Asked by `rose eval`."""
 TEXTS = "texts"

@@ -77,6 +77,9 @@ def _some_tools(source: random.Random, needed: dict[str, Any]) -> list[dict[str,
 class _Case:
     """A question, the call it takes, a result and the answer that follows from it."""
 
+    is_turned = False
+    """Asks for the arguments in another order than the tool's schema."""
+
     def __init__(
         self, tool: dict[str, Any], ask: str, arguments: dict[str, Any], result: Any, answer: str
     ) -> None:
@@ -159,14 +162,17 @@ def _made(source: random.Random) -> _Case:
     description = source.choice(["", f"{words.made_word(source).capitalize()} {thing}."])
     tool = _tool(name, description, _object({key: {"type": kinds[key]} for key in keys}))
     arguments = {key: _value(source, kinds[key]) for key in keys}
-    shown = [f"{key} {str(value).lower()}" for key, value in arguments.items()]
+    in_order = [f"{key} {str(value).lower()}" for key, value in arguments.items()]
+    shown = list(in_order)
     source.shuffle(shown)
     listed = " and ".join(shown)
     ask = source.choice(
         [f"Use {name} with {listed}.", f"Call {name}: {listed}.", f"Please {name}, {listed}."]
     )
     status = words.made_word(source)
-    return _Case(tool, ask, arguments, {"status": status}, f"{name} says: {status}.")
+    case = _Case(tool, ask, arguments, {"status": status}, f"{name} says: {status}.")
+    case.is_turned = shown != in_order
+    return case
 
 
 def _case(source: random.Random) -> _Case:
@@ -185,9 +191,24 @@ def _before_call(case: _Case, effort: str) -> str:
 
 def tool_call(source: random.Random) -> Example:
     """Call the right tool with the right arguments."""
-    case, effort = _case(source), source.choice(EFFORTS)
+    return _called("tool_call", _case(source), source)
+
+
+def turned_call(source: random.Random) -> Example:
+    """Call a made-up tool whose arguments are asked for in another order than the schema's. For training only.
+
+    One `tool_call` in eight is such a one.
+    """
+    case = _made(source)
+    while not case.is_turned:
+        case = _made(source)
+    return _called("turned_call", case, source)
+
+
+def _called(task: str, case: _Case, source: random.Random) -> Example:
+    effort = source.choice(EFFORTS)
     return Example(
-        task="tool_call",
+        task=task,
         key=f"call {case.name} {compact(case.arguments)}",
         messages=[user(case.ask)],
         tools=_some_tools(source, case.tool),
