@@ -5,8 +5,8 @@
         --device cuda --weights mxfp4
 
 The first word is a shape of benchmarks/unbound/wide.py, the rest are `rose`'s own. Lines name the kernel only where
-they hold a kernel table: file them apart from those of what is bound. "prefill_against_rounded" of accuracy rounds in
-groups of 128 columns, not a token at a time; the other errors are the trial's own.
+they hold a kernel table: file them apart from those of what is bound. "prefill_against_rounded" of accuracy rounds the
+SwiGLU in groups of 128 channels, not in fixed units; the other errors are the trial's own.
 """
 
 from __future__ import annotations
@@ -19,30 +19,20 @@ from unbound import wide
 from rose.cli.main import main
 from rose.kernels import registry
 from rose.kernels.registry import Band, Implementation, Sizes, register
-from rose.utils.math import ceil_div
 
 registry.load("moe_experts")
 
-from rose.kernels.moe_experts.cuda_fused_impl import size_limits  # noqa: E402
+from rose.kernels.moe_experts.cuda_fused_impl import size_limits as rows_limits  # noqa: E402
+from rose.kernels.moe_experts.cuda_wide import size_limits, workspace  # noqa: E402
+from rose.kernels.moe_experts.swapped_tables import OffsetExperts, with_offsets  # noqa: E402
 
 LIBRARY = wide.WideLibrary()
 
 
 def limits(sizes: Sizes) -> str | None:
     """Say why these sizes cannot be taken, or None."""
-    for name in ("D", "I"):
-        if sizes[name] % 128 != 64 or sizes[name] > 3072:
-            return f"{name} = {sizes[name]}; takes 128 k + 64 up to 3072"
-    if sizes["K"] > 4:
-        return f"{sizes['K']} experts per token; takes up to 4"
-    libraries = (LIBRARY.library, LIBRARY.swapped.library, LIBRARY.fused.library)
-    return size_limits(sizes) or next(filter(None, (each.refusal() for each in libraries)), None)
-
-
-def workspace(sizes: Sizes, rows: int, _longest: int) -> int:
-    """Bytes of a call at most: quantised rows, the SwiGLU as bf16 and rounded, the outputs before they are added up."""
-    pairs, hidden, inner = rows * sizes["K"], sizes["D"], sizes["I"]
-    return pairs * (3 * hidden + 3 * inner + 4 * (2 + ceil_div(inner, 128)))
+    inner = {**sizes, "D": sizes["I"]}
+    return rows_limits(sizes) or size_limits(sizes) or size_limits(inner) or LIBRARY.bound.refusal()
 
 
 def register_shape(shape: wide.Shape) -> Implementation:
@@ -53,7 +43,7 @@ def register_shape(shape: wide.Shape) -> Implementation:
         expert_ids_TK: Tensor,
         expert_weights_TK: Tensor,
         *,
-        weights: wide.WideExperts,
+        weights: OffsetExperts,
         swiglu_alpha: float,
         swiglu_limit: float,
         out_TD: Tensor,
@@ -66,7 +56,7 @@ def register_shape(shape: wide.Shape) -> Implementation:
     return register(
         Implementation(
             operation="moe_experts",
-            name="cuda_wide",
+            name="cuda_trial",
             function=moe_experts,
             band=Band.SPECIALISED,
             device="cuda",
@@ -75,9 +65,9 @@ def register_shape(shape: wide.Shape) -> Implementation:
             formats={"activation": frozenset({"bf16"}), "weight": frozenset({"mxfp4"})},
             phases=frozenset({"prefill"}),
             limits=limits,
-            prepare=lambda weights: wide.prepare(weights, shape),
+            prepare=with_offsets,
             workspace=workspace,
-            activation_rounding=("fp8_group128", "fp8_group128"),
+            activation_rounding=("fp8_token", "fp8_group128"),
             library=LIBRARY,
             note="trial",
         )

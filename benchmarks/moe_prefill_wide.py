@@ -1,4 +1,4 @@
-"""The unbound experts with one scale per token (benchmarks/unbound/wide.cuh): check them on a GPU, then time them.
+"""The experts with one scale per token (prefill_wide.cuh), bound and not: check them on a GPU, then time them.
 
     PYTHONPATH=src python benchmarks/moe_prefill_wide.py --out wide.jsonl
 
@@ -31,7 +31,7 @@ from rose.kernels.moe_experts.cuda_fused import FusedLibrary
 from rose.kernels.moe_experts.cuda_swapped import SwappedLibrary
 from rose.kernels.moe_experts.mxfp4_tiles import tiled
 from rose.kernels.moe_experts.reference import reference, swiglu
-from rose.kernels.moe_experts.swapped_tables import with_offsets
+from rose.kernels.moe_experts.swapped_tables import OffsetExperts, with_offsets
 
 sys.path.insert(0, str(Path(__file__).parent))
 import moe_prefill_fused as bound
@@ -110,19 +110,19 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def call_down(
-    library: wide.WideLibrary, shape: wide.Shape, weights: wide.WideExperts,
+    library: wide.WideLibrary, shape: wide.Shape, weights: OffsetExperts,
     hidden_RI: Tensor, table: Any, short: Any, limit: float,
 ) -> Callable[[], Tensor]:  # fmt: skip
     """Return the second product as a closure; with `groups` it rounds first and takes tiles of `short`."""
     down, bias_ED = weights.down, weights.weights.down_bias_ED
-    if isinstance(down, wide.WideMatrix):
+    if not shape.groups:
         return lambda: library.down(
             hidden_RI, table, matrix=down, bias_ED=bias_ED, limit=limit, shape=shape
         )
 
     def rounded() -> Tensor:
-        values, scales = library.round_in_groups(hidden_RI, table)
-        return library.swapped.down(values, scales, short, matrix=down, bias_ED=bias_ED)
+        values, scales = library.bound.round_in_groups(hidden_RI, table)
+        return library.bound.swapped.down(values, scales, short, matrix=down, bias_ED=bias_ED)
 
     return rounded
 
@@ -135,7 +135,7 @@ def walk(rung: Rung, way: str) -> Iterator[tuple[str, Callable[[], list[str | No
     if rung.counts:
         arguments["expert_ids_TK"] = ids_of(rung.counts)
     plain, x, ids = arguments["weights"], arguments["x_TD"], arguments["expert_ids_TK"]
-    weights = wide.prepare(plain, shape)
+    weights = with_offsets(plain)
     table, short = (
         bound.table_of(ids, rung.sizes["E"], n) for n in (shape.rows, cuda_swapped.ROWS)
     )
@@ -155,7 +155,7 @@ def walk(rung: Rung, way: str) -> Iterator[tuple[str, Callable[[], list[str | No
         )
 
     def quantize() -> list[str | None]:
-        kept["x"] = library.quantize_rows(x, table)
+        kept["x"] = library.bound.quantize_rows(x, table)
         torch.cuda.synchronize()
         values, scales_R = kept["x"]
         kept["spread"] = cuda_swapped.in_order(values)[:count].float() * scales_R[:count, None]
@@ -187,7 +187,7 @@ def walk(rung: Rung, way: str) -> Iterator[tuple[str, Callable[[], list[str | No
         torch.cuda.synchronize()
         hidden_RI = kept["hidden_RI"]
         if shape.groups:
-            values, scales = library.round_in_groups(kept["hidden"], table)
+            values, scales = library.bound.round_in_groups(kept["hidden"], table)
             hidden_RI = spread(cuda_swapped.in_order(values), scales, 128)[:count]
         wanted = by_expert(hidden_RI, starts, plain.down, plain.down_bias_ED)
         say("down", distance(y[:count], wanted), rounding=distance(wanted.bfloat16(), wanted))
@@ -230,13 +230,13 @@ def check_here(way: str, first: int) -> int:
 
 
 def stages_of(
-    arguments: dict[str, Any], shape: wide.Shape, weights: wide.WideExperts, library: wide.WideLibrary
+    arguments: dict[str, Any], shape: wide.Shape, weights: OffsetExperts, library: wide.WideLibrary
 ) -> dict[str, Callable[[], Any]]:  # fmt: skip
     """Return each stage as a closure over what the ones before made."""
     plain, x, limit = weights.weights, arguments["x_TD"], arguments["swiglu_limit"]
     ids, experts = arguments["expert_ids_TK"], plain.gate_up.shape[0]
     table, short = (bound.table_of(ids, experts, n) for n in (shape.rows, cuda_swapped.ROWS))
-    rows = library.quantize_rows(x, table)
+    rows = library.bound.quantize_rows(x, table)
 
     def gate_up() -> Tensor:
         return library.gate_up(
@@ -246,7 +246,7 @@ def stages_of(
 
     hidden = gate_up()
     return {
-        "quantize": lambda: library.quantize_rows(x, table),
+        "quantize": lambda: library.bound.quantize_rows(x, table),
         "gate_up": gate_up,
         "down": call_down(library, shape, weights, hidden, table, short, limit),
         "whole": lambda: wide.run_experts(
@@ -263,11 +263,11 @@ def time_here(ways: list[str], tokens: int, routing: str, stages: list[str], rou
     if routing == "balanced":
         drawn["expert_ids_TK"] = balanced_ids(tokens, sizes["E"], sizes["K"])
     plain = draw(sizes, 1, "mxfp4", seed=1)[1]["weights"]
-    prepared = {groups: wide.prepare(plain, wide.Shape(groups=groups)) for groups in (False, True)}
+    prepared = with_offsets(plain)
     calls: dict[str, dict[str, Callable[[], Any]]] = {}
     for way in ways:
         if way == BOUND:
-            calls[way] = swapped.stages_of({**drawn, "weights": with_offsets(plain)})
+            calls[way] = swapped.stages_of({**drawn, "weights": prepared})
         elif way == COPY:
             weights = draw(sizes, 1, "fp8_block", seed=1)[1]["weights"]
             calls[way] = bound.stages_of({**drawn, "weights": weights}, cuda_fused.VARIANTS["r128"])
@@ -277,7 +277,7 @@ def time_here(ways: list[str], tokens: int, routing: str, stages: list[str], rou
             shape = wide.SHAPES[name]
             library = library_without(part) if part else wide.WideLibrary()
             given = {**drawn, "weights": plain}
-            calls[way] = stages_of(given, shape, prepared[shape.groups], library)
+            calls[way] = stages_of(given, shape, prepared, library)
     for turn in range(rounds):
         for stage in stages:
             for way in ways:
@@ -302,12 +302,15 @@ def library_without(name: str) -> wide.WideLibrary:
     folder = default_cache() / "taken_apart_wide" / name
     folder.mkdir(parents=True, exist_ok=True)
     kernels = Path(cuda_swapped.__file__).parent
-    for path in (wide.SOURCE.with_name(n) for n in ("wide.cuh", "wide_ptx.cuh", "wide_sm90.cu")):
-        text = path.read_text().replace("../../src/rose/kernels/moe_experts/", f"{kernels}/")
-        for old, new in WITHOUT[name] if path.name == "wide.cuh" else ():
-            assert text.count(old) == 1, old
-            text = text.replace(old, new)
-        (folder / path.name).write_text(text)
+    texts = {path.name: path.read_text() for path in kernels.glob("prefill_*.cuh")}
+    texts[wide.SOURCE.name] = wide.SOURCE.read_text().replace(
+        "../../src/rose/kernels/moe_experts/", ""
+    )
+    for old, new in WITHOUT[name]:
+        assert sum(text.count(old) for text in texts.values()) == 1, old
+        texts = {room: text.replace(old, new) for room, text in texts.items()}
+    for room, text in texts.items():
+        (folder / room).write_text(text)
     return wide.WideLibrary(CudaLibrary(folder / "wide_sm90.cu"))
 
 
@@ -341,7 +344,8 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 
 def build_all() -> None:
-    libraries = [wide.WideLibrary(defines=d).library for d in ([], ["ROSE_WATCHDOG"])]
+    made = [wide.WideLibrary(defines=d) for d in ([], ["ROSE_WATCHDOG"])]
+    libraries = [each for way in made for each in (way.library, way.bound.library)]
     libraries += [SwappedLibrary().library, FusedLibrary().library]
     libraries += [library_without(name).library for name in WITHOUT]
     with ThreadPoolExecutor(len(libraries)) as pool:

@@ -196,6 +196,7 @@ def check_steps(asked: Asked) -> Iterator[Step]:
 
 
 RACECHECKED = (
+    ("moe_experts --only cuda_wide", 180),
     ("moe_experts --only cuda_swapped", 180),
     ("moe_experts --only cuda_fused", 180),
     ("moe_experts --only cuda_fused_mxfp4", 180),

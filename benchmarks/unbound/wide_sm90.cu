@@ -1,16 +1,8 @@
-// Launchers of wide.cuh.
+// Launchers of prefill_wide.cuh in all its ways.
 #define ROSE_WIDTHS 32, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256
-#include "wide.cuh"
+#include "../../src/rose/kernels/moe_experts/prefill_wide.cuh"
 
 using namespace rose::moe;
-
-extern "C" int launch_quantize_tokens(const __nv_bfloat16* x, const int* row_of_pair, uint8_t* values, float* scales,
-                                      int tokens, int columns, int chosen, cudaStream_t stream) {
-  if (columns > 3072 || chosen > 4) return cudaErrorInvalidValue;
-  const int blocks = (tokens + 3) / 4;
-  wide::quantize_tokens<4, 6><<<blocks, 128, 0, stream>>>(x, row_of_pair, values, scales, tokens, columns, chosen);
-  return cudaGetLastError();
-}
 
 namespace {
 
@@ -40,12 +32,11 @@ cudaError_t launch_plan(const wide::Problem& p, const void* x, const void* codes
 
 }  // namespace
 
-// is_bf16: `hidden` is bf16, its columns in order.
-extern "C" int launch_wide_gate_up(const void* x, const float* token_scales, float token_scale, int rows,
+extern "C" int launch_wide_ways_gate_up(const void* x, const float* token_scales, float token_scale, int rows,
                                    const void* codes, const void* offsets, const float* row_scales, const void* bias,
                                    int bias_is_bf16, const int* starts, const int* tiles, const int* expert_of_tile,
                                    int max_tiles, int experts, int n, int k, int late_ns, int ahead, int promote,
-                                   int is_bf16, uint8_t* hidden, float hidden_scale, float alpha, float limit,
+                                   uint8_t* hidden, float hidden_scale, float alpha, float limit,
                                    cudaStream_t stream) {
   wide::Problem p = problem(token_scales, token_scale, row_scales, bias, bias_is_bf16, starts, tiles, expert_of_tile,
                             experts, n, k, late_ns, ahead);
@@ -53,14 +44,10 @@ extern "C" int launch_wide_gate_up(const void* x, const float* token_scales, flo
   p.hidden_scale = hidden_scale;
   p.alpha = alpha;
   p.limit = limit;
-  if (is_bf16) {
-    p.y = reinterpret_cast<__nv_bfloat16*>(hidden);
-    return wide::launch<wide::Plan<true, false, true>>(p, x, codes, offsets, rows, max_tiles, stream);
-  }
   return launch_plan<true>(p, x, codes, offsets, rows, max_tiles, promote, stream);
 }
 
-extern "C" int launch_wide_down(const void* x, const float* token_scales, float token_scale, int rows,
+extern "C" int launch_wide_ways_down(const void* x, const float* token_scales, float token_scale, int rows,
                                 const void* codes, const void* offsets, const float* row_scales, const void* bias,
                                 int bias_is_bf16, const int* starts, const int* tiles, const int* expert_of_tile,
                                 int max_tiles, int experts, int n, int k, int late_ns, int ahead, int promote,

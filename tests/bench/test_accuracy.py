@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("torch")
 
-from rose.bench.accuracy import measure, run_accuracy
+import torch
+
+from rose.bench.accuracy import measure, prefill_kernels, prefill_rounding, run_accuracy
 from rose.bench.build import setup
 from rose.bench.ratios import ratios
+from rose.kernels.quantize_activation.reference import rounded
 from rose.layers.build import LayerBuild
 from rose.models.gpt_oss.model import GptOss
 from rose.models.gpt_oss.synthetic import synthetic_parameters
@@ -72,3 +76,23 @@ def test_sinks_left_out_are_seen():
     )
     errors = measure(model, right, num_tokens=100, num_decoded=2, rounding=None, seed=1)
     assert errors["prefill"] > 1e-3
+
+
+def test_the_rounding_of_the_experts_is_that_of_the_kernel_which_takes_so_many_tokens():
+    table = [
+        ("moe_experts", "prefill 1..2048", "cuda_swapped"),
+        ("moe_experts", "prefill 2049..", "cuda_wide"),
+    ]
+    model = SimpleNamespace(kernel_table=lambda: table)
+    assert prefill_kernels(model, 2048) == {"moe_experts": "cuda_swapped"}
+    assert prefill_rounding(model, 2048) == ("fp8_group128", "fp8_group128")
+    assert prefill_kernels(model, 2049) == {"moe_experts": "cuda_wide"}
+    assert prefill_rounding(model, 2049) == ("fp8_token", "fp8_group128")
+
+
+def test_a_token_with_one_scale_is_rounded_as_one_group_of_all_its_columns():
+    x_TD = torch.randn(5, 300, generator=torch.Generator().manual_seed(3)) * 2
+    scale_T1 = x_TD.abs().amax(dim=1, keepdim=True) / 448
+    wanted_TD = (x_TD / scale_T1).to(torch.float8_e4m3fn).float() * scale_T1
+    assert torch.equal(rounded(x_TD, "fp8_token"), wanted_TD)
+    assert not torch.equal(rounded(x_TD, "fp8_group128"), wanted_TD)

@@ -40,19 +40,19 @@ def test_python_passes_what_the_launchers_take() -> None:
 
 
 @pytest.mark.parametrize(("experts", "weight", "wanted"), [
-    (32, "fp8_block", "cuda_fused"),
-    (32, "mxfp4", "cuda_fused_copy"),
-    (128, "mxfp4", "cuda_swapped"),
+    (32, "fp8_block", ["cuda_fused", "cuda_fused"]),
+    (32, "mxfp4", ["cuda_fused_copy", "cuda_fused_copy"]),
+    (128, "mxfp4", ["cuda_swapped", "cuda_wide"]),
 ])  # fmt: skip
 @needs_nvcc
-def test_hopper_binds_them_for_prefill(experts: int, weight: str, wanted: str) -> None:
+def test_hopper_binds_them_for_prefill(experts: int, weight: str, wanted: list[str]) -> None:
     bound = registry.bind(
         "moe_experts",
         formats={"activation": "bf16", "weight": weight},
         sizes={"D": 2880, "I": 2880, "E": experts, "K": 4},
         device=H200,
     )
-    assert {r.phase: i.name for r, i in bound.table.items()}["prefill"] == wanted
+    assert [i.name for r, i in bound.table.items() if r.phase == "prefill"] == wanted
 
 
 def drawn(low: int, high: int) -> FormattedTensor:

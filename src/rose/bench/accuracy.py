@@ -20,7 +20,7 @@ from rose.bench.build import setup
 from rose.bench.record import Origin, append
 from rose.kernels.formats import to_e4m3
 from rose.kernels.quantize_activation.reference import rounded
-from rose.kernels.registry import implementations
+from rose.kernels.registry import REGIMES, implementations
 from rose.layers.build import LayerBuild
 from rose.layers.own_pages import OwnPages
 from rose.models.gpt_oss import reference
@@ -197,13 +197,19 @@ def measure(
     return errors
 
 
-def prefill_rounding(model: GptOss) -> tuple[str, str] | None:
-    """Return the formats to which the bound prefill experts round their inputs; None where they round nothing."""
-    for operation, regime, name in model.kernel_table():
-        if operation == "moe_experts" and regime.startswith("prefill"):
-            found = {i.name: i for i in implementations(operation)}[name].activation_rounding
-            return (found[0], found[1]) if found else None
-    return None
+def prefill_kernels(model: GptOss, num_tokens: int) -> dict[str, str]:
+    """Return operation -> implementation that a prefill of so many tokens at once runs."""
+    regime = next(
+        str(r) for r in REGIMES if r.phase == "prefill" and r.min_rows <= num_tokens <= r.max_rows
+    )
+    return {operation: name for operation, r, name in model.kernel_table() if r == regime}
+
+
+def prefill_rounding(model: GptOss, num_tokens: int) -> tuple[str, str] | None:
+    """Return the formats to which the experts of such a prefill round their inputs; None where they round nothing."""
+    name = prefill_kernels(model, num_tokens)["moe_experts"]
+    found = {i.name: i for i in implementations("moe_experts")}[name].activation_rounding
+    return (found[0], found[1]) if found else None
 
 
 def run_accuracy(
@@ -236,7 +242,7 @@ def run_accuracy(
         parameters,
         num_tokens=tokens,
         num_decoded=decoded,
-        rounding=prefill_rounding(model),
+        rounding=prefill_rounding(model, tokens),
         seed=seed,
     )
     table = model.kernel_table()
@@ -249,7 +255,7 @@ def run_accuracy(
             "tokens": tokens,
             "decoded": decoded,
             "relative_error_of_logits": {k: float(f"{v:.4g}") for k, v in errors.items()},
-            "prefill_kernels": {o: n for o, r, n in table if r.startswith("prefill")},
+            "prefill_kernels": prefill_kernels(model, tokens),
             "decode_kernels": {o: n for o, r, n in table if r.startswith("decode 1.")},
         }
     )

@@ -54,6 +54,8 @@ FP8_GROUP128 = TensorFormat(name="fp8_group128", element="e4m3", block=(1, 128),
 """Activations: one multiplier per row and 128 columns."""
 FP8_GROUP64 = TensorFormat(name="fp8_group64", element="e4m3", block=(1, 64), scale="float32")
 """Activations out of an epilogue whose tile is narrower than 128; 2880 = 45 x 64 leaves no tail."""
+FP8_TOKEN = TensorFormat(name="fp8_token", element="e4m3", block=(1, 1 << 30), scale="float32")
+"""Activations: one multiplier per row, however long."""
 FP8_E4M3 = TensorFormat(name="fp8_e4m3", element="e4m3")
 """KV: the numbers themselves, nearest even, past 448 the largest; no scales."""
 MXFP4 = TensorFormat(name="mxfp4", element="e2m1", block=(1, 32), scale="e8m0")
@@ -61,7 +63,17 @@ MXFP4 = TensorFormat(name="mxfp4", element="e2m1", block=(1, 32), scale="e8m0")
 
 FORMATS = {
     f.name: f
-    for f in (FLOAT64, FLOAT32, BF16, FP8_E4M3, FP8_BLOCK, FP8_GROUP128, FP8_GROUP64, MXFP4)
+    for f in (
+        FLOAT64,
+        FLOAT32,
+        BF16,
+        FP8_E4M3,
+        FP8_BLOCK,
+        FP8_GROUP128,
+        FP8_GROUP64,
+        FP8_TOKEN,
+        MXFP4,
+    )
 }
 _FORMAT_OF_DTYPE = {torch.float64: FLOAT64, torch.float32: FLOAT32, torch.bfloat16: BF16}
 

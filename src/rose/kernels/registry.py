@@ -58,14 +58,18 @@ class Regime:
 
 
 MAX_ROWS = 1 << 30
+LONG_STEP = 2049
+"""Rows from which on a step of prefill may have implementations of its own."""
 MANY_DECODE = Regime("decode", 513, MAX_ROWS)
-"""More sequences than decode kernels are made for: what prefill has is bound, and shown in the table."""
+"""More sequences than decode kernels are made for: what short prefill has is bound, and shown in the table."""
+SHORT_PREFILL = Regime("prefill", 1, LONG_STEP - 1)
 REGIMES = (
     Regime("decode", 1, 16),
     Regime("decode", 17, 48),
     Regime("decode", 49, 256),
     Regime("decode", 257, 512),
-    Regime("prefill", 1, MAX_ROWS),
+    SHORT_PREFILL,
+    Regime("prefill", LONG_STEP, MAX_ROWS),
 )
 """Decode: one new token per sequence, replayed from graphs. Everything else counts as prefill. An implementation is
 bound for a regime only if it takes all of its rows; a batch counts with the rows that it is padded to."""
@@ -448,7 +452,7 @@ def bind(
         else:
             raise ContractError(f"{name} ({regime}): nothing can run; " + "; ".join(refused))
     if regimes == REGIMES:
-        table[MANY_DECODE] = table[REGIMES[-1]]
+        table[MANY_DECODE] = table[SHORT_PREFILL]
     return BoundOperation(operation, table, sizes=sizes, check_calls=check_calls)
 
 

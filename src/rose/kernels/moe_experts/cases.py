@@ -118,6 +118,17 @@ def _edges() -> list[Case]:
             foreign=True,
             phase="prefill",
         ),
+        # Steps so long that tiles of 256 tokens are bound: spread over all experts, and on three of them.
+        *(
+            _case(
+                f"mxfp4_prefill_long_{name}",
+                tokens,
+                {**RAGGED_BOTH, "D": 192, "I": 320, "E": 72},
+                experts_hit=hit,
+                foreign=hit is not None,
+            )
+            for name, tokens, hit in (("spread", 2049, None), ("empty_experts", 2200, 3))
+        ),
         # What gpt-oss never has: finds constants that a kernel brings along, and weights normalised once more.
         _case(
             "other_constants",

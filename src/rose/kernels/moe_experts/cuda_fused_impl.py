@@ -2,7 +2,7 @@
 
 Three implementations share the kernels: fp8_block weights as they are; mxfp4 with an fp8 copy made at load
 (where both fit); mxfp4 expanded on its way to the tensor core, for `kernels.only` alone (where they do not fit,
-cuda_swapped_impl.py is bound).
+cuda_swapped_impl.py and cuda_wide_impl.py are bound).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""MXFP4 experts for many tokens on Hopper where no FP8 copy is kept: the weights are expanded into registers."""
+"""MXFP4 experts for many tokens on Hopper where no FP8 copy is kept: the weights are expanded into registers.
+
+In long steps of the 120b cuda_wide_impl.py is bound.
+"""
 
 from __future__ import annotations
 

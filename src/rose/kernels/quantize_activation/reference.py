@@ -31,7 +31,7 @@ def rounded(x_TD: Tensor, format_name: str) -> Tensor:
     kind = FORMATS[format_name]
     if kind.block is None:
         return x_TD if format_name == "float32" else x_TD.to(torch.bfloat16).float()
-    group = kind.block[1]
+    group = min(kind.block[1], x_TD.shape[1])
     values_TD = torch.empty_like(x_TD, dtype=torch.float8_e4m3fn)
     scales_TB = x_TD.new_empty(x_TD.shape[0], ceil_div(x_TD.shape[1], group))
     reference(x_TD, group=group, values_TD=values_TD, scales_TB=scales_TB)

@@ -1,4 +1,5 @@
-// Products with A in registers, as wgmma_fp8_registers.cuh has them, for more widths; what CUDA has no name for in wide.cuh.
+// Products with A in registers, as wgmma_fp8_registers.cuh has them, for more widths; what CUDA has no name for in
+// prefill_wide.cuh.
 // Kept apart so that a test can put a model of the machine in its place.
 #pragma once
 
