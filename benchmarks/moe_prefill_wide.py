@@ -301,17 +301,23 @@ def library_without(name: str) -> wide.WideLibrary:
     """Return the kernels with a part taken out, from a copy of their sources."""
     folder = default_cache() / "taken_apart_wide" / name
     folder.mkdir(parents=True, exist_ok=True)
+    for room, text in sources_without(name).items():
+        (folder / room).write_text(text)
+    return wide.WideLibrary(CudaLibrary(folder / "wide_sm90.cu"))
+
+
+def sources_without(name: str) -> dict[str, str]:
+    """Return file name -> text of the kernels and all that they include of their folder, a part taken out."""
     kernels = Path(cuda_swapped.__file__).parent
     texts = {path.name: path.read_text() for path in kernels.glob("prefill_*.cuh")}
     texts[wide.SOURCE.name] = wide.SOURCE.read_text().replace(
         "../../src/rose/kernels/moe_experts/", ""
     )
     for old, new in WITHOUT[name]:
-        assert sum(text.count(old) for text in texts.values()) == 1, old
-        texts = {room: text.replace(old, new) for room, text in texts.items()}
-    for room, text in texts.items():
-        (folder / room).write_text(text)
-    return wide.WideLibrary(CudaLibrary(folder / "wide_sm90.cu"))
+        (room,) = (n for n, t in texts.items() if n.startswith("prefill_wide") and old in t)
+        assert texts[room].count(old) == 1, old
+        texts[room] = texts[room].replace(old, new)
+    return texts
 
 
 def plans(good: list[str]) -> list[list[str]]:

@@ -189,6 +189,27 @@ for inner in (2880, 2944):
 """
 
 
+PARTS = """
+import moe_prefill_wide as benchmark
+for name in benchmark.WITHOUT:
+    texts = benchmark.sources_without(name)
+    print(name, "wide_sm90.cu" in texts and "../" not in "".join(texts.values()))
+"""
+
+
+def test_every_part_that_the_benchmark_takes_out_is_in_the_sources_once() -> None:
+    root = UNBOUND.parents[1]
+    paths = os.pathsep.join((str(root / "src"), str(UNBOUND.parent)))
+    done = subprocess.run(
+        [sys.executable, "-c", PARTS], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": paths},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 5
+    assert all(line.endswith(" True") for line in lines)
+
+
 @pytest.mark.slow
 def test_a_trial_takes_the_place_of_the_bound_experts_where_sizes_allow_it() -> None:
     # In a process of its own: what it registers stays registered.
