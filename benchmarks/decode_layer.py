@@ -36,7 +36,7 @@ ATTENTION: Any = importlib.import_module("rose.kernels.attention_decode.triton_i
 ROPE: Any = importlib.import_module("rose.kernels.rope_kv_write.triton_impl")
 ROUTE: Any = importlib.import_module("rose.kernels.moe_route.cuda_decode_impl")
 STREAM: Any = importlib.import_module("rose.kernels.moe_experts.cuda_decode_impl")
-RING: Any = importlib.import_module("rose.kernels.moe_experts.cuda_ring_impl")
+E4M3: Any = importlib.import_module("rose.kernels.moe_experts.cuda_e4m3_impl")
 
 KINDS = ("norm", "gemm", "rope", "attention")
 CONTEXTS = {1: 8192, 8: 8192, 32: 2048, 48: 1024, 64: 1024, 128: 1024}
@@ -129,7 +129,7 @@ def layer_call(
             s["hidden"], weights=layer["router"], expert_ids_TK=s["ids"],
             expert_weights_TK=s["weights"],
         )  # fmt: skip
-        experts = RING if batch > 64 else STREAM
+        experts = E4M3 if batch > STREAM.FEW_TOKENS else STREAM
         experts.moe_experts(
             s["hidden"], s["ids"], s["weights"], weights=layer["experts"], swiglu_alpha=1.702,
             swiglu_limit=7.0, out_TD=s["x"],

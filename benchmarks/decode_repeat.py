@@ -1,18 +1,16 @@
-"""Run the ring and the E4M3 experts of benchmarks/unbound again and again on the same inputs: no bit may ever differ.
+"""Run the decode experts that multiply as E4M3 again and again on the same inputs: no bit may ever differ.
 
     PYTHONPATH=src python benchmarks/decode_repeat.py [--seconds 60] [--out FILE.jsonl]
 
 A check against the reference forgives what is rare and small. Here gate_up and down run 30 times each on four inputs,
 and every launch shape has to give the same bits, since each sums a row in the same order. What differs is printed:
-which pairs, their expert and place in it, which columns, and the ratio to what was first. decode_unbound.py does the
-same before it times.
+which pairs, their expert and place in it, which columns, and the ratio to what was first.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,9 +18,8 @@ from typing import Any
 
 import torch
 from decode_variants import EXPERTS, INNER, D, K, Recorder, _moe_calls, expert_layers, short
-from decode_variants2 import RING
+from decode_variants2 import E4M3
 from torch import Tensor
-from unbound import cuda_e4m3_impl as e4m3
 
 from rose.kernels.moe_experts.cuda_decode_calls import Launch
 
@@ -55,11 +52,10 @@ Firsts = dict[tuple[str, int], tuple[Tensor, Tensor]]
 def runs(batch: int, experts: int) -> list[Contender]:
     """Return what fits, the shape with most tokens a pass first."""
     sizes = {"D": D, "I": INNER, "E": experts, "K": K}
-    found = [Contender("ring", RING.EXPERTS, RING.CHOSEN)] if batch <= RING.MAX_TOKENS else []
-    for shape in (*reversed(e4m3.SHAPES), replace(e4m3.WIDE, is_dependent=False)):
-        if e4m3.fits(shape, batch, sizes):
-            found.append(Contender("e4m3", e4m3.EXPERTS, shape))
-    return found
+    shapes = (*reversed(E4M3.SHAPES), replace(E4M3.EIGHT, is_dependent=False))
+    return [
+        Contender("e4m3", E4M3.EXPERTS, shape) for shape in shapes if E4M3.fits(shape, batch, sizes)
+    ]
 
 
 def tell(name: str, found: Tensor, right: Tensor, ids: Tensor) -> None:
@@ -124,17 +120,13 @@ def repeat(model: str, batch: int, deadline: float, out: Recorder) -> None:
 
 
 def main() -> int:
-    """Compile side by side, then repeat."""
+    """Compile, then repeat."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=60)
     args = parser.parse_args()
     deadline = time.time() + args.seconds
-    threads = [threading.Thread(target=x.build) for x in (RING.LIBRARY, e4m3.LIBRARY)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    E4M3.LIBRARY.build()
     print("compiled", flush=True)
     out = Recorder(args.out, None)
     for model, batch in CELLS:

@@ -38,51 +38,36 @@ from rose.kernels import registry
 from rose.kernels.build import CudaLibrary
 from rose.kernels.cases import compare
 from rose.kernels.check import cases_module
-from rose.kernels.moe_experts.cuda_decode_calls import DecodeExperts, Launch
+from rose.kernels.moe_experts.cuda_decode_calls import DecodeExperts
 from rose.kernels.moe_experts.reference import reference as experts_reference
 from rose.kernels.sample.reference import reference as sample_reference
 
 registry.load("moe_experts")
 registry.load("sample")
 STREAM: Any = importlib.import_module("rose.kernels.moe_experts.cuda_decode_impl")
-RING: Any = importlib.import_module("rose.kernels.moe_experts.cuda_ring_impl")
+E4M3: Any = importlib.import_module("rose.kernels.moe_experts.cuda_e4m3_impl")
 CLUSTER: Any = importlib.import_module("rose.kernels.sample.cuda_cluster_impl")
 TRITON_SAMPLE: Any = importlib.import_module("rose.kernels.sample.triton_impl")
-
-RING_LIBRARY = CudaLibrary(RING.LIBRARY.source, defines=("ROSE_ALL_SHAPES",))
-RING_EXPERTS = DecodeExperts(RING_LIBRARY)
 
 
 def libraries(args: argparse.Namespace) -> list[CudaLibrary]:
     """Return what has to be compiled."""
     found = [CLUSTER.LIBRARY] if "sample" in args.ops else []
     if {"20b", "120b"} & set(args.ops):
-        found += [STREAM.LIBRARY, RING_LIBRARY]
+        found += [STREAM.LIBRARY, E4M3.LIBRARY]
     return found
 
 
 Variants = Callable[[int, int], Iterator[tuple[str, Any, Any]]]
 
 
-def ring_shapes(batch: int, experts: int) -> Iterator[Launch]:
-    """Return the launch shapes of the ring kernel worth timing."""
-    sizes = {"D": D, "I": INNER, "E": experts, "K": K}
-    mean = batch * K / experts
-    if mean <= 6:
-        yield Launch(width=8, warps=16, stages=4)
-    if mean > 2:
-        for width, groups, stages in ((16, 3, 4), (24, 3, 2), (24, 2, 3)):
-            shape = Launch(width=width, warps=4 * groups, stages=stages)
-            if RING.fits(shape, batch, sizes):
-                yield shape
-
-
 def moe_variants(batch: int, experts: int) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, what has `launch`, launch shape), those in force first."""
+    """Yield (name, what has `launch`, launch shape) of what fits; with few tokens an expert, 8 wide alone."""
     sizes = {"D": D, "I": INNER, "E": experts, "K": K}
     yield "stream", STREAM.EXPERTS, STREAM.choose(batch, sizes)
-    for shape in ring_shapes(batch, experts):
-        yield "ring", RING_EXPERTS, shape
+    for shape in E4M3.SHAPES:
+        if E4M3.fits(shape, batch, sizes) and (shape.width == 8 or batch * K / experts > 2):
+            yield "e4m3", E4M3.EXPERTS, shape
 
 
 def bench_moe(

@@ -1,7 +1,7 @@
-// The functions of benchmarks/unbound/decode_e4m3_ptx.cuh on a CPU.
+// The functions of moe_experts/decode_e4m3_ptx.cuh on a CPU.
 #pragma once
 
-#include "decode_ring_ptx.cuh"
+#include "decode_chunks_ptx.cuh"
 
 namespace rose::moe_decode {
 
@@ -51,7 +51,8 @@ inline uint32_t nearest_e4m3(float v) {
 inline uint32_t to_e4m3(float a, float b) { return nearest_e4m3(a) | nearest_e4m3(b) << 8; }
 inline float2 from_e4m3(uint32_t pair) { return {value_of_e4m3(pair & 0xFF), value_of_e4m3(pair >> 8 & 0xFF)}; }
 
-// Source: PTX ISA, register fragments of wgmma with 8-bit types.
+// A warp's 16 rows at a time. Source: PTX ISA, register fragments of wgmma with 8-bit types, and 128-byte swizzle: bits
+// 4..6 of an address are turned by its bits 7..9.
 template <int kN, bool kAdds>
 void wgmma_e4m3_narrow(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b) {
   Warp& w = my_warp();

@@ -7,6 +7,7 @@ one copy. decode_stream.cuh has the kernel.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,10 +27,15 @@ from rose.kernels.weights import ExpertWeights
 from rose.utils.math import ceil_div
 
 MAX_TOKENS = 512
+VERY_FEW_TOKENS = 16
+"""Up to here nothing is faster, whatever the number of experts."""
 FEW_TOKENS = 48
-"""Up to here nothing is faster; from here on cuda_ring is, where experts are few: 64 tokens of 32 experts take 197 us
-here and 174 there. Graphs are captured for 32, 48 and 64 rows, and a batch is padded to the next; 48 were not timed.
+"""Up to here nothing is faster where experts are fewer than MANY_EXPERTS: 32 tokens of 32 experts take 141 us here and
+143 with cuda_e4m3, 64 tokens 197 and 165. Graphs are captured for 24, 32, 48 and 64 rows, and a batch is padded to the
+next; 24 and 48 were not timed.
 """
+MANY_EXPERTS = 128
+"""32 tokens of 128 experts take 354 us here and 334 with cuda_e4m3. Between 32 and 128 experts nothing was timed."""
 UNIT_ROWS = 16
 
 LATE_READS = {
@@ -118,7 +124,19 @@ def _limits(sizes: Sizes) -> str | None:
     return refusal(sizes) or LIBRARY.refusal()
 
 
-def _implementation(name: str, *, rows: tuple[int, int], band: Band) -> Implementation:
+def _few_experts_limits(sizes: Sizes) -> str | None:
+    if sizes["E"] >= MANY_EXPERTS:
+        return f"{sizes['E']} experts; from {MANY_EXPERTS} on cuda_e4m3_many_experts is faster"
+    return _limits(sizes)
+
+
+def _implementation(
+    name: str,
+    *,
+    rows: tuple[int, int],
+    band: Band,
+    limits: Callable[[Sizes], str | None] = _limits,
+) -> Implementation:
     return Implementation(
         operation="moe_experts",
         name=name,
@@ -130,14 +148,25 @@ def _implementation(name: str, *, rows: tuple[int, int], band: Band) -> Implemen
         formats={"activation": frozenset({"bf16"}), "weight": frozenset({"mxfp4", "fp8_block"})},
         phases=frozenset({"decode"}),
         rows=rows,
-        limits=_limits,
+        limits=limits,
         library=LIBRARY,
         note="weights streamed once through shared memory by bulk copies",
     )
 
 
-register(_implementation("cuda_decode", rows=(1, FEW_TOKENS), band=Band.SPECIALISED))
-# With few experts gluon_decode is as fast here (32 experts, 128 tokens: 326 us against 329).
+register(_implementation("cuda_decode", rows=(1, VERY_FEW_TOKENS), band=Band.SPECIALISED))
 register(
-    _implementation("cuda_decode_many_tokens", rows=(FEW_TOKENS + 1, MAX_TOKENS), band=Band.TUNED)
+    _implementation(
+        "cuda_decode_few_experts",
+        rows=(VERY_FEW_TOKENS + 1, FEW_TOKENS),
+        band=Band.SPECIALISED,
+        limits=_few_experts_limits,
+    )
+)
+# For formats, sizes and numbers of tokens that cuda_e4m3 does not take. With few experts gluon_decode is as fast here
+# (32 experts, 128 tokens: 326 us against 329).
+register(
+    _implementation(
+        "cuda_decode_many_tokens", rows=(VERY_FEW_TOKENS + 1, MAX_TOKENS), band=Band.TUNED
+    )
 )

@@ -1,4 +1,4 @@
-// What decode experts share whose codes pass through rings of chunks (decode_ring.cuh): where things lie in shared
+// What decode experts share whose codes pass through rings of chunks (decode_e4m3.cuh): where things lie in shared
 // memory, which tiles a block has, who asks for the next chunk and when.
 //
 // A tile is 64 rows of one expert's matrix. Tiles are dealt out to blocks in contiguous runs; warpgroups of a block take
@@ -8,9 +8,9 @@
 #pragma once
 
 #include "decode_call.cuh"
-#include "decode_ring_ptx.cuh"
+#include "decode_chunks_ptx.cuh"
 #include "mbarrier.cuh"
-#include "wgmma_narrow.cuh"
+#include "wgmma.cuh"
 
 namespace rose::moe_decode {
 

@@ -1,12 +1,9 @@
-"""The unbound decode experts that multiply as E4M3: on threads of a CPU, as machine code, as they would be bound."""
+"""The decode experts that multiply as E4M3: on threads of a CPU, as machine code, as they are bound."""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import re
-import sys
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +15,7 @@ from rose.kernels.moe_experts import cases
 from rose.kernels.moe_experts.cuda_decode_calls import Launch
 from rose.utils.device import DeviceFacts
 
-UNBOUND = Path(__file__).parents[2] / "benchmarks/unbound"
+e4m3 = importlib.import_module("rose.kernels.moe_experts.cuda_e4m3_impl")
 H200 = DeviceFacts(kind="cuda", name="H200", capability=(9, 0))
 SIZES = {"D": 704, "I": 576, "E": 4, "K": 2}
 """22 and 18 blocks of 32 columns: the last chunk of eight has six, or two as in 2880 = 90 * 32."""
@@ -30,24 +27,9 @@ SIXTEEN = Launch(width=16, warps=4, stages=2)
 needs_nvcc = pytest.mark.skipif(build.find_nvcc() is None, reason="nvcc is not installed")
 
 
-def _module():
-    spec = importlib.util.spec_from_file_location("unbound_e4m3", UNBOUND / "cuda_e4m3_impl.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-e4m3 = _module()
-
-
 @pytest.fixture(scope="module")
 def host(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("e4m3_host")
-    unbound = UNBOUND.glob("decode_e4m3*.cuh")
-    return decode_experts.compile_host(folder, "host_e4m3.cpp", unbound)
+    return decode_experts.compile_host(tmp_path_factory.mktemp("e4m3_host"), "host_e4m3.cpp")
 
 
 @pytest.fixture
@@ -151,45 +133,72 @@ def test_kernels_compile_without_spills_or_late_reads_and_products_are_not_seria
     assert "serialized" not in log
 
 
-@pytest.mark.parametrize("tokens", [e4m3.MIN_TOKENS, 128, 221, 222, e4m3.MAX_TOKENS])
-def test_a_shape_that_fits_is_chosen(tokens):
-    shape = e4m3.choose(tokens, cases.GPT_OSS_120B)
-    assert shape == (e4m3.WIDE if tokens <= 221 else e4m3.NARROW)
-    assert e4m3.fits(shape, tokens, cases.GPT_OSS_120B)
+@pytest.mark.parametrize(
+    ("sizes", "wanted"),
+    [
+        (
+            cases.GPT_OSS_20B,
+            {49: e4m3.SIXTEEN, 96: e4m3.SIXTEEN, 97: e4m3.TWENTY_FOUR, 256: e4m3.TWENTY_FOUR},
+        ),
+        (
+            cases.GPT_OSS_120B,
+            {
+                17: e4m3.EIGHT,
+                221: e4m3.EIGHT,
+                222: e4m3.EIGHT_IN_TWELVE_WARPS,
+                256: e4m3.EIGHT_IN_TWELVE_WARPS,
+            },
+        ),
+    ],
+    ids=["20b", "120b"],
+)
+def test_a_shape_that_fits_is_chosen(sizes, wanted):
+    assert {tokens: e4m3.choose(tokens, sizes) for tokens in wanted} == wanted
+    assert all(e4m3.fits(shape, tokens, sizes) for tokens, shape in wanted.items())
+    assert e4m3.MAX_TOKENS in wanted
+    assert set(wanted.values()) <= set(e4m3.SHAPES)
+
+
+@pytest.mark.parametrize("num_experts", [32, 64, 127, 128, 1024])
+def test_sizes_that_are_taken_fit_at_every_number_of_tokens(num_experts):
+    # Lists grow with experts per token: from some number on sizes are refused, by name.
+    for chosen in (1, 4, 8, 16, 32):
+        sizes = {"D": 2880, "I": 2880, "E": num_experts, "K": chosen}
+        refused = "pass the shared memory" in (e4m3._limits(sizes) or "")
+        fit = [e4m3.fits(e4m3.choose(t, sizes), t, sizes) for t in range(1, e4m3.MAX_TOKENS + 1)]
+        assert refused != all(fit)
 
 
 @needs_nvcc
-def test_bound_as_the_page_says_it_takes_many_experts_from_17_tokens_on(monkeypatch):
-    """The steps of README.md: registered, and cuda_decode from 17 to 48 tokens for fewer experts alone."""
+@pytest.mark.parametrize(
+    ("num_experts", "weight", "wanted"),
+    [
+        (32, "mxfp4", ["cuda_decode", "cuda_decode_few_experts", "cuda_e4m3", "gluon_decode"]),
+        (64, "mxfp4", ["cuda_decode", "cuda_decode_few_experts", "cuda_e4m3", "gluon_decode"]),
+        (
+            128,
+            "mxfp4",
+            ["cuda_decode", "cuda_e4m3_many_experts", "cuda_e4m3", "cuda_decode_many_tokens"],
+        ),
+        (
+            32,
+            "fp8_block",
+            ["cuda_decode", "cuda_decode_few_experts", *["cuda_decode_many_tokens"] * 2],
+        ),
+        (128, "fp8_block", ["cuda_decode", *["cuda_decode_many_tokens"] * 3]),
+    ],
+)
+def test_what_is_bound_for_each_number_of_tokens(num_experts, weight, wanted):
+    pytest.importorskip("triton")
     registry.load("moe_experts")
-    table = dict(registry._implementations["moe_experts"])
-    stream = table["cuda_decode"]
-    table["cuda_decode"] = replace(stream, rows=(1, 16))
-    table["cuda_decode_few_experts"] = replace(
-        stream,
-        name="cuda_decode_few_experts",
-        rows=(17, 48),
-        limits=lambda sizes: "many" if sizes["E"] >= e4m3.MANY_EXPERTS else stream.limits(sizes),
-    )
-    monkeypatch.setitem(registry._implementations, "moe_experts", table)
-    registry.register(e4m3.IMPLEMENTATION)
-    few, many = _bound(cases.GPT_OSS_20B), _bound(cases.GPT_OSS_120B)
-    assert [few[rows] for rows in (1, 17, 48, 49, 256)] == [
-        stream.function, stream.function, stream.function, few[49], few[49]
-    ]  # fmt: skip
-    assert few[49] == table["cuda_ring"].function
-    assert [many[rows] for rows in (1, 16, 17, 48, 49, 256)] == [
-        stream.function, stream.function, *[e4m3.moe_experts] * 4
-    ]  # fmt: skip
-    assert many[257] == stream.function
-
-
-def _bound(sizes):
     bound = registry.bind(
-        "moe_experts", formats={"activation": "bf16", "weight": "mxfp4"}, sizes=sizes, device=H200
+        "moe_experts",
+        formats={"activation": "bf16", "weight": weight},
+        sizes={**cases.GPT_OSS_20B, "E": num_experts},
+        device=H200,
     )
-    decode = [(r, i.function) for r, i in bound.table.items() if r.phase == "decode"]
-    return {
-        rows: next(f for r, f in decode if r.min_rows <= rows <= r.max_rows)
-        for rows in (1, 16, 17, 48, 49, 256, 257)
+    decode = {
+        (r.min_rows, r.max_rows): i.name for r, i in bound.table.items() if r.phase == "decode"
     }
+    regimes = [(1, 16), (17, 48), (49, 256), (257, 512)]
+    assert [decode[regime] for regime in regimes] == wanted

@@ -1,8 +1,8 @@
-// The functions of moe_experts/decode_ring_ptx.cuh on a CPU.
+// The functions of moe_experts/decode_chunks_ptx.cuh on a CPU.
 #pragma once
 
 #include "decode_ptx.cuh"
-#include "wgmma_narrow.cuh"
+#include "wgmma.cuh"
 
 #define __grid_constant__
 

@@ -1,4 +1,4 @@
-// Instructions of sm_90 that decode_ring.cuh uses; tests/kernels/decode_host has the same functions for a CPU.
+// Instructions of sm_90 that decode_chunks.cuh uses; tests/kernels/decode_host has the same functions for a CPU.
 #pragma once
 
 #include <cuda.h>

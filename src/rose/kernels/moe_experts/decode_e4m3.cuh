@@ -1,5 +1,8 @@
-// Experts of small batches on Hopper, 64 rows at a time, through rings as in decode_ring.cuh, but multiplied as E4M3:
-// an e2m1 code becomes an e4m3 byte in 7 instructions for 8 codes, where bf16 times its scale takes 17.
+// Experts of small batches on Hopper, 64 rows at a time: codes pass from memory through rings in shared memory
+// (decode_chunks.cuh) into registers and, as E4M3, into wgmma. An e2m1 code becomes an e4m3 byte in 7 instructions for
+// 8 codes, where bf16 times its scale takes 17.
+//
+// A warpgroup unpacks a tile once, whatever the number of tokens up to kN: its rows are operand A, in registers.
 //
 // Exact up to the tensor core's own sums: a code is 2^6 times its byte; an activation (8 bits of significand) times a
 // power of two of its token is the sum of two E4M3 numbers (4 bits each), of which the second is cut at 2^-17 of the
@@ -10,7 +13,7 @@
 // 16 + 4t to 19 + 4t; activations are stored in that order.
 #pragma once
 
-#include "../../src/rose/kernels/moe_experts/decode_chunks.cuh"
+#include "decode_chunks.cuh"
 #include "decode_e4m3_ptx.cuh"
 
 namespace rose::moe_decode {
