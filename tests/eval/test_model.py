@@ -111,17 +111,14 @@ def test_mistakes_are_taken_back(right):
 
 @pytest.mark.parametrize(
     ("name", "task", "count"),
-    [("sinks ignored", "json", 16), ("routing over all experts", "copy", 12)],
+    [("sinks ignored", "sort", 24), ("routing over all experts", "sort", 24)],
 )
 def test_sinks_and_routing_cost_answers(right, name, task, count):
-    """Three of 16 without sinks, one of 12 with wrong routing; the others stay right.
-
-    No matter of rounding: logits that led by 2.2 and more are behind by 0.16 to 2.0.
-    """
+    """Of 23 right answers sinks cost five and wrong routing three: more than one answer that rounding could turn."""
     wholes = [right.documents.whole(example) for example in held_out_set(task, count, seed=9)]
     answered = right.num_answered(wholes)
     with variants.BROKEN[name]():
-        assert right.num_answered(wholes) < answered
+        assert right.num_answered(wholes) <= answered - 2
 
 
 def test_routing_weights_in_bf16_move_less_than_wrong_routing(right):
