@@ -161,8 +161,8 @@ class Part:
         """Take a step; return the losses of `members` that learn in it. Work of the device alone: it is recorded."""
         return (self.learn(batch, is_rounded=form.is_rounded),)
 
-    def resume(self) -> int | None:
-        """Go on from the state that is saved, where one is; return its number of steps. Looks once.
+    def resume(self, steps: int | None = None) -> int | None:
+        """Go on from the state that is saved, where one is; return its number of steps, or `steps`. Looks once.
 
         HAZARD: new state of the optimisers comes with it, which steps recorded before would not know.
         """
@@ -173,7 +173,7 @@ class Part:
             self.restore(state)
             self._resumed = state["steps"]
             self.settings.say(part=self.name, resumed_at=len(self.losses), steps=self._resumed)
-        return self._resumed
+        return steps if self._resumed is None else self._resumed
 
     def _state_path(self) -> Path:
         return self.settings.work / f"{self.name}.pt"
@@ -184,7 +184,7 @@ class Part:
         Raises   GraphsFailedError where a form cannot be recorded, or differs, and graphs are required
         """
         settings, recorder = self.settings, self.settings.recorder
-        steps = steps if self.resume() is None else self._resumed
+        steps = self.resume(steps)
         if recorder is None or (steps is not None and len(self.losses) >= steps):
             return
         windows = None if self.model.tools.flex is None else self.model.config.window_tokens
@@ -238,7 +238,7 @@ class Part:
     def run(self, steps: int | None, seconds: float) -> list[float]:
         """Train `steps` steps, or as many as fit in `seconds`; return the losses."""
         state_path = self._state_path()
-        steps = steps if self.resume() is None else self._resumed
+        steps = self.resume(steps)
         try:
             steps = self._run(steps, seconds, state_path)
         except Ended:
@@ -746,6 +746,17 @@ def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
+def command_of(arguments: argparse.Namespace) -> str:
+    """Return the command in short: options that differ from their defaults, files by name, the output as DIR."""
+    usual, words = vars(arguments_of(["--out", "DIR"])), []
+    for name, value in vars(arguments).items():
+        if value != usual[name] and name not in ("out", "work", "profile"):
+            values = value if isinstance(value, list) else [value]
+            words.append(f"--{name.replace('_', '-')}")
+            words += [v.name if isinstance(v, Path) else str(v) for v in values]
+    return " ".join(["python training/train.py", *words, "--out DIR"])
+
+
 def main(words: list[str] | None = None) -> None:
     """Train the three parts, export, score, write the card."""
     arguments = arguments_of(words)
@@ -799,10 +810,10 @@ def main(words: list[str] | None = None) -> None:
         "mtp": head,
         "draft": ModelPart("draft", draft, settings, rate=1.5),
     }
-    out, losses = arguments.out, {}
+    out, losses, command = arguments.out, {}, command_of(arguments)
 
     def written(scores: dict[str, dict[str, float]]) -> None:
-        write_card(out, config, draft_config, settings.log, losses, scores, arguments)
+        write_card(out, config, draft_config, settings.log, losses, scores, arguments, command)
 
     with settings.working():
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 
 import english
@@ -338,8 +339,21 @@ def test_twenty_steps_on_a_cpu_lower_the_loss_and_leave_two_checkpoints(trained)
         files = {p.name for p in (folder / name).iterdir()}
         assert files >= {"model.safetensors", "config.json", "tokenizer.json", "README.md"}
     card = (folder / "tiny-gpt-oss" / "README.md").read_text()
-    assert "--steps 20 2 2" in card
+    assert "--steps 20 2 2 --parts model mtp draft --seed 7` repeats it" in card
+    assert "python training/train.py --steps 20 2 2 --size trial --batch 1 384" in card
+    assert re.search(r"Trained on cpu in \d+\.\d minutes, scoring", card)
     assert "PSF-2.0" in card
+
+
+def test_the_command_in_a_card_has_what_differs_from_the_defaults_and_no_folders():
+    words = (
+        "--minutes 6.9 --graphs off --workers 14 --scored 40 --muon-lr 0.03 --parts model mtp "
+        "--start a/parent.pt --out b/c --work d"
+    )
+    assert train.command_of(train.arguments_of(words.split())) == (
+        "python training/train.py --minutes 6.9 --muon-lr 0.03 --graphs off --workers 14 --parts model mtp "
+        "--start parent.pt --out DIR"
+    )
 
 
 def _part(work, *, has_head=True, steps=20, head_steps=4):

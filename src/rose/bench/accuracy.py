@@ -199,9 +199,7 @@ def measure(
 
 def prefill_kernels(model: GptOss, num_tokens: int) -> dict[str, str]:
     """Return operation -> implementation that a prefill of so many tokens at once runs."""
-    regime = next(
-        str(r) for r in REGIMES if r.phase == "prefill" and r.min_rows <= num_tokens <= r.max_rows
-    )
+    regime = next(str(r) for r in REGIMES if r.holds("prefill", num_tokens))
     return {operation: name for operation, r, name in model.kernel_table() if r == regime}
 
 

@@ -56,6 +56,10 @@ class Regime:
         most = "" if self.max_rows == MAX_ROWS else self.max_rows
         return f"{self.phase} {self.min_rows}..{most}"
 
+    def holds(self, phase: str, num_rows: int) -> bool:
+        """Tell whether a step is of this regime."""
+        return self.phase == phase and self.min_rows <= num_rows <= self.max_rows
+
 
 MAX_ROWS = 1 << 30
 LONG_STEP = 2049
@@ -378,7 +382,7 @@ class BoundOperation:
     def select(self, phase: str, num_rows: int) -> Callable[..., None]:
         """Return the function for a step; a lookup in the fixed table, no choice."""
         for regime, call in self._calls.items():
-            if regime.phase == phase and regime.min_rows <= num_rows <= regime.max_rows:
+            if regime.holds(phase, num_rows):
                 return call
         raise ContractError(f"{self.operation.name}: no regime for {phase} with {num_rows} rows")
 
