@@ -16,6 +16,8 @@ from torch import Tensor
 
 from rose.kernels.build import CudaLibrary
 from rose.kernels.moe_experts import cuda_wide
+from rose.kernels.moe_experts.cuda_fused import current_stream
+from rose.kernels.moe_experts.cuda_swapped import weight_operands
 from rose.kernels.moe_experts.rows import RowTable
 from rose.kernels.moe_experts.swapped_tables import OffsetExperts, OffsetMatrix
 
@@ -89,7 +91,7 @@ class WideLibrary:
         hidden_RI = x_RD.new_empty(x_RD.shape[0], matrix.shape[1] // 2)
         self._gate_up(
             *operands(x_RD, scales_R, 0.0, table, matrix, bias_EF, shape),
-            hidden_RI.data_ptr(), hidden_scale(limit), alpha, limit, _stream(),
+            hidden_RI.data_ptr(), hidden_scale(limit), alpha, limit, current_stream(),
         )  # fmt: skip
         return hidden_RI
 
@@ -101,7 +103,7 @@ class WideLibrary:
         y_RD = hidden_RI.new_empty(hidden_RI.shape[0], matrix.shape[1], dtype=torch.bfloat16)
         self._down(
             *operands(hidden_RI, None, hidden_scale(limit), table, matrix, bias_ED, shape),
-            y_RD.data_ptr(), _stream(),
+            y_RD.data_ptr(), current_stream(),
         )  # fmt: skip
         return y_RD
 
@@ -147,12 +149,5 @@ def operands(
     assert table.block_m == shape.rows, "tiles are as long as the table has them"
     return (
         x_RC.data_ptr(), None if scales_R is None else scales_R.data_ptr(), scale, x_RC.shape[0],
-        matrix.codes.data_ptr(), matrix.offsets.data_ptr(), matrix.row_scales.data_ptr(),
-        bias_EN.data_ptr(), int(bias_EN.dtype == torch.bfloat16),
-        table.starts_E1.data_ptr(), table.tiles_E1.data_ptr(), table.expert_M.data_ptr(),
-        table.max_tiles, *matrix.shape, shape.late_ns, shape.ahead, int(shape.promote),
+        *weight_operands(table, matrix, bias_EN), shape.late_ns, shape.ahead, int(shape.promote),
     )  # fmt: skip
-
-
-def _stream() -> int:
-    return torch.cuda.current_stream().cuda_stream

@@ -148,3 +148,50 @@ def drawn(counts: list[int], hidden: int, inner: int) -> tuple[Tensor, ExpertWei
         down_bias_ED=torch.randn(experts, hidden, generator=generator).bfloat16(),
     )
     return torch.randn(sum(counts), hidden, generator=generator).bfloat16(), weights
+
+
+def codes_of(rows: int, columns: int, scales: Tensor) -> FormattedTensor:
+    """Random codes of one expert; scales: exponents of a row's blocks."""
+    codes = torch.randint(0, 256, (1, rows, columns // 32, 16), dtype=torch.uint8)
+    return FormattedTensor(format=MXFP4, values=codes, scales=scales.expand(1, rows, columns // 32))
+
+
+def with_exponents_far_apart() -> ExpertWeights:
+    """One expert of 192 columns, some of whose exponents E4M3 cannot reach."""
+    torch.manual_seed(5)
+    spread_out = torch.tensor([120, 107, 119, 100, 118, 60], dtype=torch.uint8)
+    return ExpertWeights(
+        gate_up=codes_of(384, 192, spread_out), gate_up_bias_EF=torch.randn(1, 384).bfloat16(),
+        down=codes_of(192, 192, spread_out), down_bias_ED=torch.randn(1, 192).bfloat16(),
+    )  # fmt: skip
+
+
+def is_right(found: list[Tensor], wanted: list[Tensor], limits: tuple[float, ...]) -> bool:
+    """Say whether each stage is within its limit in the norm, and twice that at its worst number."""
+    return all(
+        not torch.isnan(a).any()
+        and bool((a - b).norm() <= limit * b.norm())
+        and bool((a - b).abs().max() <= 2 * limit * b.abs().max())
+        for a, b, limit in zip(found, wanted, limits, strict=True)
+    )
+
+
+def declared_by(source: Path) -> dict[str, str]:
+    """Return the launchers of a source and the letters of their parameters, the stream's last."""
+    declared = {}
+    for name, parameters in re.findall(
+        r'extern "C" int (launch_\w+)\((.*?)\) \{', source.read_text(), re.DOTALL
+    ):
+        letters = ""
+        for parameter in parameters.split(","):
+            words = parameter.split()
+            is_pointer = "*" in parameter or words[0] == "cudaStream_t"
+            letters += "p" if is_pointer else {"int": "i", "float": "f", "int64_t": "q"}[words[0]]
+        declared[name] = letters
+    return declared
+
+
+def passed_by(module: str) -> dict[str, str]:
+    """Return the launchers that a module names, and the letters that it declares."""
+    text = (FOLDER / f"{module}.py").read_text()
+    return dict(re.findall(r'launcher\("(launch_\w+)", "(\w+)"\)', text))

@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
-import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from moe_model import FOLDER, declared_by, passed_by
+
 from rose.kernels import build, registry
 from rose.kernels.formats import FP8_BLOCK, MXFP4, FormattedTensor
-from rose.kernels.moe_experts import cuda_fused
 from rose.kernels.moe_experts.mxfp4_tiles import multipliers, tile_exponents
 from rose.quant.fp8 import from_mxfp4
 from rose.utils.device import DeviceFacts
 
-FOLDER = Path(cuda_fused.__file__).parent
 H200 = DeviceFacts(kind="cuda", name="NVIDIA H200", capability=(9, 0), num_sms=132)
 needs_nvcc = pytest.mark.skipif(build.find_nvcc() is None, reason="nvcc is not installed")
 
 
 def test_python_passes_what_the_launchers_take() -> None:
-    declared = {}
-    for name, parameters in re.findall(
-        r'extern "C" int (launch_\w+)\((.*?)\) \{',
-        (FOLDER / "prefill_fused_sm90.cu").read_text(),
-        re.DOTALL,
-    ):
-        letters = ""
-        for parameter in parameters.split(","):
-            words = parameter.split()
-            is_pointer = "*" in parameter or words[0] == "cudaStream_t"
-            letters += "p" if is_pointer else {"int": "i", "float": "f", "int64_t": "q"}[words[0]]
-        declared[name] = letters
-    passed = dict(
-        re.findall(r'launcher\("(launch_\w+)", "(\w+)"\)', (FOLDER / "cuda_fused.py").read_text())
-    )
-    assert passed == declared
+    assert passed_by("cuda_fused") == declared_by(FOLDER / "prefill_fused_sm90.cu")
 
 
 @pytest.mark.parametrize(("experts", "weight", "wanted"), [

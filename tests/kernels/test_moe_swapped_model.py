@@ -14,10 +14,18 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from moe_model import compiled, drawn, launch, poisoned_rows, spread, table_of
+from moe_model import (
+    compiled,
+    drawn,
+    is_right,
+    launch,
+    poisoned_rows,
+    spread,
+    table_of,
+    with_exponents_far_apart,
+)
 
 from rose.kernels import build
-from rose.kernels.formats import MXFP4, FormattedTensor
 from rose.kernels.moe_experts import cuda_swapped
 from rose.kernels.moe_experts.reference import swiglu
 from rose.kernels.moe_experts.swapped_tables import with_offsets
@@ -81,15 +89,6 @@ def experts(
     return problem, found, wanted
 
 
-def is_right(found: list[Tensor], wanted: list[Tensor]) -> bool:
-    return all(
-        not torch.isnan(a).any()
-        and bool((a - b).norm() <= limit * b.norm())
-        and bool((a - b).abs().max() <= 2 * limit * b.abs().max())
-        for a, b, limit in zip(found, wanted, LIMITS, strict=True)
-    )
-
-
 @pytest.mark.parametrize(("counts", "hidden", "inner"), [
     ([70, 0, 130], 192, 192),
     pytest.param([1, 63, 64, 65], 320, 320, marks=pytest.mark.slow),
@@ -116,25 +115,14 @@ def test_a_build_for_racecheck_lets_every_lane_arrive(tmp_path: Path) -> None:
         compiled(tmp_path, "swapped", defines=("ROSE_RACECHECK",)), [70, 0, 130], 192, 192
     )
     assert problem == ""
-    assert is_right(found, wanted)
-
-
-def codes_of(rows: int, columns: int, scales: Tensor) -> FormattedTensor:
-    codes = torch.randint(0, 256, (1, rows, columns // 32, 16), dtype=torch.uint8)
-    return FormattedTensor(format=MXFP4, values=codes, scales=scales.expand(1, rows, columns // 32))
+    assert is_right(found, wanted, LIMITS)
 
 
 @pytest.mark.slow
 def test_exponents_far_apart_are_expanded_as_far_as_e4m3_goes(library: ctypes.CDLL) -> None:
-    torch.manual_seed(5)
-    spread_out = torch.tensor([120, 107, 119, 100, 118, 60], dtype=torch.uint8)
-    weights = ExpertWeights(
-        gate_up=codes_of(384, 192, spread_out), gate_up_bias_EF=torch.randn(1, 384).bfloat16(),
-        down=codes_of(192, 192, spread_out), down_bias_ED=torch.randn(1, 192).bfloat16(),
-    )  # fmt: skip
-    problem, found, wanted = experts(library, [40], 192, 192, weights=weights)
+    problem, found, wanted = experts(library, [40], 192, 192, weights=with_exponents_far_apart())
     assert problem == ""
-    assert is_right(found, wanted)
+    assert is_right(found, wanted, LIMITS)
 
 
 @pytest.mark.slow
@@ -169,4 +157,4 @@ def test_the_model_notices_mistakes(tmp_path: Path, old: str, new: str, words: s
     library = compiled(tmp_path, "swapped", ((old, new),))
     problem, found, wanted = experts(library, [70, 0, 200], 448, 192)
     assert words in problem
-    assert problem or not is_right(found, wanted)
+    assert problem or not is_right(found, wanted, LIMITS)

@@ -13,12 +13,19 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from moe_model import drawn, launch, table_of
+from moe_model import (
+    declared_by,
+    drawn,
+    is_right,
+    launch,
+    passed_by,
+    table_of,
+    with_exponents_far_apart,
+)
 from wide_model import BOUND, compiled, tools_are_there
 
 from rose.kernels import build, registry
 from rose.kernels.aot_reads import late_reads
-from rose.kernels.formats import MXFP4, FormattedTensor
 from rose.kernels.moe_experts import cuda_swapped, cuda_wide
 from rose.kernels.moe_experts.reference import swiglu
 from rose.kernels.moe_experts.swapped_tables import with_offsets
@@ -68,15 +75,6 @@ def gate_up(
     return problem, found, [x_RD.float(), wanted_RI]
 
 
-def is_right(found: list[Tensor], wanted: list[Tensor]) -> bool:
-    return all(
-        not torch.isnan(a).any()
-        and bool((a - b).norm() <= limit * b.norm())
-        and bool((a - b).abs().max() <= 2 * limit * b.abs().max())
-        for a, b, limit in zip(found, wanted, LIMITS, strict=True)
-    )
-
-
 @pytest.mark.parametrize(("counts", "hidden", "inner"), [
     ([70, 0, 30], 192, 192),
     pytest.param([145, 257], 192, 320, marks=pytest.mark.slow),
@@ -101,21 +99,10 @@ def test_a_number_of_columns_without_a_half_stage_is_refused(library: ctypes.CDL
     assert problem == "error 1"
 
 
-def codes_of(rows: int, columns: int, scales: Tensor) -> FormattedTensor:
-    codes = torch.randint(0, 256, (1, rows, columns // 32, 16), dtype=torch.uint8)
-    return FormattedTensor(format=MXFP4, values=codes, scales=scales.expand(1, rows, columns // 32))
-
-
 def test_exponents_far_apart_are_expanded_as_far_as_e4m3_goes(library: ctypes.CDLL) -> None:
-    torch.manual_seed(5)
-    spread_out = torch.tensor([120, 107, 119, 100, 118, 60], dtype=torch.uint8)
-    weights = ExpertWeights(
-        gate_up=codes_of(384, 192, spread_out), gate_up_bias_EF=torch.randn(1, 384).bfloat16(),
-        down=codes_of(192, 192, spread_out), down_bias_ED=torch.randn(1, 192).bfloat16(),
-    )  # fmt: skip
-    problem, found, wanted = gate_up(library, [40], 192, 192, weights=weights)
+    problem, found, wanted = gate_up(library, [40], 192, 192, weights=with_exponents_far_apart())
     assert problem == ""
-    assert is_right(found, wanted)
+    assert is_right(found, wanted, LIMITS)
 
 
 @pytest.mark.slow
@@ -136,22 +123,11 @@ def test_the_model_notices_mistakes(tmp_path: Path, old: str, new: str, words: s
     library = compiled(tmp_path, (BOUND,), ((old, new),), widths="64, 144")
     problem, found, wanted = gate_up(library, [70, 0, 140], 448, 320)
     assert words in problem
-    assert problem or not is_right(found, wanted)
+    assert problem or not is_right(found, wanted, LIMITS)
 
 
 def test_python_passes_what_the_launchers_take() -> None:
-    declared = {}
-    for name, parameters in re.findall(
-        r'extern "C" int (launch_\w+)\((.*?)\) \{', BOUND.read_text(), re.DOTALL
-    ):
-        letters = ""
-        for parameter in parameters.split(","):
-            words = parameter.split()
-            is_pointer = "*" in parameter or words[0] == "cudaStream_t"
-            letters += "p" if is_pointer else {"int": "i", "float": "f"}[words[0]]
-        declared[name] = letters
-    text = Path(cuda_wide.__file__).read_text()
-    assert dict(re.findall(r'launcher\("(launch_\w+)", "(\w+)"\)', text)) == declared
+    assert passed_by("cuda_wide") == declared_by(BOUND)
 
 
 @pytest.mark.parametrize(("changes", "word"), [

@@ -16,12 +16,11 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from moe_model import TYPES, drawn, launch, table_of
+from moe_model import TYPES, drawn, is_right, launch, table_of, with_exponents_far_apart
 from wide_model import BOUND, WAYS, compiled, tools_are_there
 
 from rose.kernels import build
 from rose.kernels.aot_reads import late_reads
-from rose.kernels.formats import MXFP4, FormattedTensor
 from rose.kernels.moe_experts import cuda_swapped
 from rose.kernels.moe_experts.reference import swiglu
 from rose.kernels.moe_experts.swapped_tables import with_offsets
@@ -114,15 +113,6 @@ def experts(
     return problem, found, wanted
 
 
-def is_right(found: list[Tensor], wanted: list[Tensor]) -> bool:
-    return all(
-        not torch.isnan(a).any()
-        and bool((a - b).norm() <= limit * b.norm())
-        and bool((a - b).abs().max() <= 2 * limit * b.abs().max())
-        for a, b, limit in zip(found, wanted, LIMITS, strict=True)
-    )
-
-
 @pytest.mark.parametrize(("counts", "hidden", "inner", "shape"), [
     ([70, 0, 30], 192, 192, "wide"),
     pytest.param([70, 0, 30], 192, 192, "wide_promote", marks=pytest.mark.slow),
@@ -151,22 +141,11 @@ def test_the_rounding_of_the_swiglu_is_one_to_e4m3_in_fixed_units() -> None:
     assert (largest / wide.hidden_scale(7.0)).to(torch.float8_e4m3fn).float() == 448
 
 
-def codes_of(rows: int, columns: int, scales: Tensor) -> FormattedTensor:
-    codes = torch.randint(0, 256, (1, rows, columns // 32, 16), dtype=torch.uint8)
-    return FormattedTensor(format=MXFP4, values=codes, scales=scales.expand(1, rows, columns // 32))
-
-
 @pytest.mark.slow
 def test_exponents_far_apart_are_expanded_as_far_as_e4m3_goes(library: ctypes.CDLL) -> None:
-    torch.manual_seed(5)
-    spread_out = torch.tensor([120, 107, 119, 100, 118, 60], dtype=torch.uint8)
-    weights = ExpertWeights(
-        gate_up=codes_of(384, 192, spread_out), gate_up_bias_EF=torch.randn(1, 384).bfloat16(),
-        down=codes_of(192, 192, spread_out), down_bias_ED=torch.randn(1, 192).bfloat16(),
-    )  # fmt: skip
-    problem, found, wanted = experts(library, [40], 192, 192, weights=weights)
+    problem, found, wanted = experts(library, [40], 192, 192, weights=with_exponents_far_apart())
     assert problem == ""
-    assert is_right(found, wanted)
+    assert is_right(found, wanted, LIMITS)
 
 
 @pytest.mark.slow

@@ -115,7 +115,7 @@ class FusedLibrary:
         table = allocate_rows(expert_ids_TK, num_experts=num_experts, block_m=block_m)
         self._sort(
             expert_ids_TK.data_ptr(), expert_ids_TK.numel(), num_experts, block_m, table.row_TK.data_ptr(),
-            table.starts_E1.data_ptr(), table.tiles_E1.data_ptr(), table.expert_M.data_ptr(), _stream(),
+            table.starts_E1.data_ptr(), table.tiles_E1.data_ptr(), table.expert_M.data_ptr(), current_stream(),
         )  # fmt: skip
         return table
 
@@ -128,7 +128,7 @@ class FusedLibrary:
         values_RD, scales = quantised_rows(x_TD, table.row_TK.numel(), columns)
         self._quantize(
             x_TD.data_ptr(), table.row_TK.data_ptr(), values_RD.data_ptr(), scales.data_ptr(),
-            tokens, columns, table.row_TK.shape[1], scales.stride(0), _stream(),
+            tokens, columns, table.row_TK.shape[1], scales.stride(0), current_stream(),
         )  # fmt: skip
         return values_RD, scales
 
@@ -144,7 +144,7 @@ class FusedLibrary:
         self._gate_up(
             *_operands(x_RD, x_scales, table, matrix, bias_EF),
             out_RI.data_ptr(), out_scales.data_ptr(), out_scales.stride(0), alpha, limit,
-            table.block_m, _stream(),
+            table.block_m, current_stream(),
         )  # fmt: skip
         return out_RI, out_scales
 
@@ -156,7 +156,7 @@ class FusedLibrary:
         y_RD = a_RI.new_empty(a_RI.shape[0], matrix.shape[1], dtype=torch.bfloat16)
         self._down(
             *_operands(a_RI, a_scales, table, matrix, bias_ED),
-            y_RD.data_ptr(), table.block_m, _stream(),
+            y_RD.data_ptr(), table.block_m, current_stream(),
         )  # fmt: skip
         return y_RD
 
@@ -167,7 +167,7 @@ class FusedLibrary:
         tokens, columns = out_TD.shape
         self._combine(
             y_RD.data_ptr(), table.row_TK.data_ptr(), expert_weights_TK.data_ptr(), out_TD.data_ptr(),
-            tokens, columns, table.row_TK.shape[1], _stream(),
+            tokens, columns, table.row_TK.shape[1], current_stream(),
         )  # fmt: skip
 
     def expand(self, matrix: FormattedTensor, tile_exponents: Tensor, *, out: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ class FusedLibrary:
         if not out.is_meta:  # the memory plan prepares weights that have no numbers
             self._expand(
                 matrix.values.data_ptr(), matrix.scales.data_ptr(), tile_exponents.data_ptr(),
-                out.data_ptr(), experts, rows, columns, _stream(),
+                out.data_ptr(), experts, rows, columns, current_stream(),
             )  # fmt: skip
         return out[: experts * rows * columns].view(experts, rows, columns)
 
@@ -234,5 +234,6 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _stream() -> int:
+def current_stream() -> int:
+    """Return the handle of the stream that work is launched on now."""
     return torch.cuda.current_stream().cuda_stream

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rose.kernels.build import CudaLibrary
-from rose.kernels.moe_experts.cuda_fused import FusedLibrary, quantised_rows
+from rose.kernels.moe_experts.cuda_fused import FusedLibrary, current_stream, quantised_rows
 from rose.kernels.moe_experts.rows import RowTable
 from rose.kernels.moe_experts.swapped_tables import OffsetExperts, OffsetMatrix
 
@@ -45,7 +45,7 @@ class SwappedLibrary:
         values_RD, scales = quantised_rows(x_TD, table.row_TK.numel(), columns)
         self._quantize(
             x_TD.data_ptr(), table.row_TK.data_ptr(), values_RD.data_ptr(), scales.data_ptr(),
-            tokens, columns, table.row_TK.shape[1], scales.stride(0), _stream(),
+            tokens, columns, table.row_TK.shape[1], scales.stride(0), current_stream(),
         )  # fmt: skip
         return values_RD, scales
 
@@ -61,7 +61,7 @@ class SwappedLibrary:
         self._gate_up(
             *operands(x_RD, x_scales, table, matrix, bias_EF),
             out_RI.data_ptr(), out_scales.data_ptr(), out_scales.stride(0), alpha, limit,
-            _stream(),
+            current_stream(),
         )  # fmt: skip
         return out_RI, out_scales
 
@@ -73,7 +73,7 @@ class SwappedLibrary:
         y_RD = a_RI.new_empty(a_RI.shape[0], matrix.shape[1], dtype=torch.bfloat16)
         self._down(
             *operands(a_RI, a_scales, table, matrix, bias_ED),
-            y_RD.data_ptr(), _stream(),
+            y_RD.data_ptr(), current_stream(),
         )  # fmt: skip
         return y_RD
 
@@ -109,6 +109,13 @@ def operands(
     assert table.block_m == ROWS, f"tiles of {ROWS} tokens, not {table.block_m}"
     return (
         a_RC.data_ptr(), a_scales.data_ptr(), a_scales.stride(0), a_RC.shape[0],
+        *weight_operands(table, matrix, bias_EN),
+    )  # fmt: skip
+
+
+def weight_operands(table: RowTable, matrix: OffsetMatrix, bias_EN: Tensor) -> tuple[int, ...]:
+    """Return what every product's launcher takes behind its activations: weights, tiles, sizes."""
+    return (
         matrix.codes.data_ptr(), matrix.offsets.data_ptr(), matrix.row_scales.data_ptr(),
         bias_EN.data_ptr(), int(bias_EN.dtype == torch.bfloat16),
         table.starts_E1.data_ptr(), table.tiles_E1.data_ptr(), table.expert_M.data_ptr(),
@@ -131,7 +138,3 @@ def in_order(values_RC: Tensor) -> Tensor:
         .reshape(rows, columns - whole)
     )
     return torch.cat([turned, rest], dim=1).view(values_RC.dtype)
-
-
-def _stream() -> int:
-    return torch.cuda.current_stream().cuda_stream

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from rose.kernels.build import CudaLibrary
 from rose.kernels.moe_experts import cuda_swapped
-from rose.kernels.moe_experts.cuda_fused import HIDDEN_GROUP
-from rose.kernels.moe_experts.cuda_swapped import SwappedLibrary
+from rose.kernels.moe_experts.cuda_fused import HIDDEN_GROUP, current_stream
+from rose.kernels.moe_experts.cuda_swapped import SwappedLibrary, weight_operands
 from rose.kernels.moe_experts.rows import RowTable
 from rose.kernels.moe_experts.swapped_tables import OffsetExperts, OffsetMatrix
 from rose.kernels.registry import Sizes
@@ -72,7 +72,7 @@ class WideLibrary:
         scales_R = x_TD.new_empty(rows, dtype=torch.float32)
         self._quantize(
             x_TD.data_ptr(), table.row_TK.data_ptr(), values_RD.data_ptr(), scales_R.data_ptr(),
-            tokens, columns, table.row_TK.shape[1], _stream(),
+            tokens, columns, table.row_TK.shape[1], current_stream(),
         )  # fmt: skip
         return values_RD, scales_R
 
@@ -84,7 +84,7 @@ class WideLibrary:
         hidden_RI = x_RD.new_empty(x_RD.shape[0], matrix.shape[1] // 2, dtype=torch.bfloat16)
         self._gate_up(
             *operands(x_RD, scales_R, table, matrix, bias_EF),
-            hidden_RI.data_ptr(), alpha, limit, _stream(),
+            hidden_RI.data_ptr(), alpha, limit, current_stream(),
         )  # fmt: skip
         return hidden_RI
 
@@ -147,12 +147,5 @@ def operands(
     assert table.block_m == ROWS, f"tiles of {ROWS} tokens, not {table.block_m}"
     return (
         x_RD.data_ptr(), scales_R.data_ptr(), x_RD.shape[0],
-        matrix.codes.data_ptr(), matrix.offsets.data_ptr(), matrix.row_scales.data_ptr(),
-        bias_EF.data_ptr(), int(bias_EF.dtype == torch.bfloat16),
-        table.starts_E1.data_ptr(), table.tiles_E1.data_ptr(), table.expert_M.data_ptr(),
-        table.max_tiles, *matrix.shape,
+        *weight_operands(table, matrix, bias_EF),
     )  # fmt: skip
-
-
-def _stream() -> int:
-    return torch.cuda.current_stream().cuda_stream

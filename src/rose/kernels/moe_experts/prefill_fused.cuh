@@ -228,11 +228,8 @@ cudaError_t launch(Problem p, const void* a, const float* a_scales, int a_scales
   static const cudaError_t allowed = cudaFuncSetAttribute(
       product<P>, cudaFuncAttributeMaxDynamicSharedMemorySize, P::kSharedBytes);
   if (allowed != cudaSuccess) return allowed;
-  int device = 0, processors = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   const int64_t items = int64_t(max_tiles) * ((p.n + P::kItemColumns - 1) / P::kItemColumns);
-  product<P><<<unsigned(items < processors ? items : processors), P::kThreads, P::kSharedBytes, stream>>>(p);
+  product<P><<<persistent_blocks(items), P::kThreads, P::kSharedBytes, stream>>>(p);
   return cudaGetLastError();
 }
 

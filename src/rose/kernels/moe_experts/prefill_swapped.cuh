@@ -226,6 +226,16 @@ __device__ __forceinline__ void consume(const Problem& p, int num_items, const S
   }
 }
 
+// The tables of all shifts, by the first threads of a block: the E4M3 numbers of the eight magnitudes of a code.
+__device__ __forceinline__ void store_tables(uint32_t at) {
+  if (threadIdx.x < kTables) {
+    const float unit = __uint_as_float(uint32_t(int(threadIdx.x) + kLowestShift + 127) << 23);
+    const uint32_t entry = at + 8 * threadIdx.x;
+    store_shared(entry, pack_e4m3(0.f, 0.5f * unit, unit, 1.5f * unit));
+    store_shared(entry + 4, pack_e4m3(2.f * unit, 3.f * unit, 4.f * unit, 6.f * unit));
+  }
+}
+
 template <typename P>
 __global__ void __launch_bounds__(P::kThreads, 1) product(const __grid_constant__ Problem p) {
   extern __shared__ uint8_t raw[];
@@ -245,12 +255,7 @@ __global__ void __launch_bounds__(P::kThreads, 1) product(const __grid_constant_
     mbarrier_init(at.staged_empty, 4 * kWarpArrivals);
     mbarrier_init_fence();
   }
-  if (threadIdx.x < kTables) {
-    const float unit = __uint_as_float(uint32_t(int(threadIdx.x) + kLowestShift + 127) << 23);
-    const uint32_t entry = at.base + P::kTable + 8 * threadIdx.x;
-    store_shared(entry, pack_e4m3(0.f, 0.5f * unit, unit, 1.5f * unit));
-    store_shared(entry + 4, pack_e4m3(2.f * unit, 3.f * unit, 4.f * unit, 6.f * unit));
-  }
+  store_tables(at.base + P::kTable);
   __syncthreads();
   const int runs = (p.n + kItemRows - 1) / kItemRows;
   const int num_items = uniform(__ldg(p.rows.tiles + p.rows.num_experts) * runs);
@@ -263,43 +268,52 @@ __global__ void __launch_bounds__(P::kThreads, 1) product(const __grid_constant_
   }
 }
 
+// Tensor maps that prefill_wide.cuh has too: tokens (`rows` bounds the rows of x), codes (`experts_rows` of all experts), offsets.
+inline cudaError_t map_tokens(CUtensorMap* map, const void* x, int rows, int k) {
+  const uint64_t sizes[2] = {uint64_t(k), uint64_t(rows)}, strides[1] = {uint64_t(k)};
+  const uint32_t box[2] = {kBlockK, kBoxTokens};
+  return encode_tensor_map(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, x, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
+}
+
+// Rows of all experts in a row: past the last row of an expert lie those of the next, whose sums are not stored.
+template <typename P>
+cudaError_t map_codes(CUtensorMap* map, const void* codes, uint64_t experts_rows, int k, int item_rows) {
+  const uint64_t parities = P::kGateUp ? 2 : 1, row_bytes = k / 2;
+  const uint64_t sizes[3] = {row_bytes, experts_rows / parities, parities};
+  const uint64_t strides[2] = {row_bytes * parities, row_bytes};
+  const uint32_t box[3] = {kRowCodes, uint32_t(item_rows / parities), uint32_t(parities)};
+  return encode_tensor_map(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, codes, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE);
+}
+
+inline cudaError_t map_offsets(CUtensorMap* map, const void* offsets, uint64_t pieces, int item_rows) {
+  const uint64_t sizes[2] = {uint64_t(item_rows), pieces}, strides[1] = {uint64_t(item_rows) * 4};
+  const uint32_t box[2] = {uint32_t(item_rows), 1};
+  return encode_tensor_map(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, offsets, sizes, strides, box,
+                           CU_TENSOR_MAP_SWIZZLE_NONE);
+}
+
 // Tensor maps and launch. `rows` bounds the rows of x.
 template <typename P>
 cudaError_t launch(Problem p, const void* x, const float* x_scales, int x_scales_stride, const void* codes,
                    const void* offsets, int rows, int max_tiles, cudaStream_t stream) {
   const uint64_t runs = (p.n + kItemRows - 1) / kItemRows, k_blocks = (p.k + kBlockK - 1) / kBlockK;
-  const uint64_t experts = p.rows.num_experts, row_bytes = p.k / 2;
-  const uint64_t x_sizes[2] = {uint64_t(p.k), uint64_t(rows)}, x_strides[1] = {uint64_t(p.k)};
-  const uint32_t x_box[2] = {kBlockK, kBoxTokens};
-  cudaError_t error =
-      encode_tensor_map(&p.x, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, x, x_sizes, x_strides, x_box, CU_TENSOR_MAP_SWIZZLE_128B);
+  const uint64_t experts = p.rows.num_experts;
+  cudaError_t error = map_tokens(&p.x, x, rows, p.k);
   if (error != cudaSuccess) return error;
   const uint64_t scale_sizes[2] = {uint64_t(rows), k_blocks}, scale_strides[1] = {uint64_t(x_scales_stride) * 4};
   const uint32_t scale_box[2] = {kScaleBox, 1};
   error = encode_tensor_map(&p.x_scales, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, x_scales, scale_sizes, scale_strides,
                             scale_box, CU_TENSOR_MAP_SWIZZLE_NONE);
   if (error != cudaSuccess) return error;
-  // Rows of all experts in a row: past the last row of an expert lie those of the next, whose sums are not stored.
-  const uint64_t parities = P::kGateUp ? 2 : 1;
-  const uint64_t code_sizes[3] = {row_bytes, experts * p.n / parities, parities};
-  const uint64_t code_strides[2] = {row_bytes * parities, row_bytes};
-  const uint32_t code_box[3] = {kRowCodes, uint32_t(kItemRows / parities), uint32_t(parities)};
-  error = encode_tensor_map(&p.codes, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, codes, code_sizes, code_strides, code_box,
-                            CU_TENSOR_MAP_SWIZZLE_NONE);
+  error = map_codes<P>(&p.codes, codes, experts * p.n, p.k, kItemRows);
   if (error != cudaSuccess) return error;
-  const uint64_t offset_sizes[2] = {kItemRows, experts * runs * k_blocks}, offset_strides[1] = {kOffsetBytes};
-  const uint32_t offset_box[2] = {kItemRows, 1};
-  error = encode_tensor_map(&p.offsets, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, offsets, offset_sizes, offset_strides,
-                            offset_box, CU_TENSOR_MAP_SWIZZLE_NONE);
+  error = map_offsets(&p.offsets, offsets, experts * runs * k_blocks, kItemRows);
   if (error != cudaSuccess) return error;
   static const cudaError_t allowed =
       cudaFuncSetAttribute(product<P>, cudaFuncAttributeMaxDynamicSharedMemorySize, P::kSharedBytes);
   if (allowed != cudaSuccess) return allowed;
-  int device = 0, processors = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   const int64_t items = int64_t(max_tiles) * int64_t(runs);
-  product<P><<<unsigned(items < processors ? items : processors), P::kThreads, P::kSharedBytes, stream>>>(p);
+  product<P><<<persistent_blocks(items), P::kThreads, P::kSharedBytes, stream>>>(p);
   return cudaGetLastError();
 }
 

@@ -25,7 +25,7 @@ __device__ __forceinline__ void fill(const Problem& p, int num_items, const Shar
   Place place, next;
   bool has_next = item_of_round(0) < num_items;
   const auto look_up = [&](int round) {
-    next = locate<P>(p.rows, item_of_round(round), runs);
+    next = locate_even<kItemRows>(p.rows, item_of_round(round), runs);
     load_bias(bias, p, next, lane);
     row_scale = __ldg(p.row_scales + next.expert * halves + min(next.column / 128 + lane % 2, halves - 1));
   };

@@ -51,28 +51,6 @@ struct Shared {
   uint32_t base, full, empty, staged_full, staged_empty, places;
 };
 
-// Order as in prefill_fused_plan.cuh: expert by expert; a band of tiles inside one run of rows, then the next run. An expert's
-// tokens are shared out evenly over its tiles: a short tile would pay for a whole expansion.
-template <typename P>
-__device__ __forceinline__ Place locate(const Rows& rows, int item, int runs) {
-  Place found;
-  found.expert = __ldg(rows.expert + item / runs);
-  const int first = __ldg(rows.tiles + found.expert);
-  const int tiles = __ldg(rows.tiles + found.expert + 1) - first;
-  const int begin = __ldg(rows.starts + found.expert), end = __ldg(rows.starts + found.expert + 1);
-  int local = item - first * runs;
-  const int band = local / (kBandTiles * runs);
-  const int band_tiles = min(tiles - band * kBandTiles, kBandTiles);
-  local -= band * kBandTiles * runs;
-  const int run = local / band_tiles;
-  const int tile = band * kBandTiles + local - run * band_tiles;
-  const int each = ((end - begin + tiles - 1) / tiles + 7) & ~7;
-  found.row = begin + tile * each;
-  found.rows = min(end - found.row, each);
-  found.column = run * kItemRows;
-  return found;
-}
-
 // The half group of a ragged K comes first, the whole ones in order after it.
 __device__ __forceinline__ int block_of(int i, int k_full, int k_blocks) {
   if (k_full == k_blocks) return i;

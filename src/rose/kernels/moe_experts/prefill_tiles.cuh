@@ -37,11 +37,41 @@ __device__ __forceinline__ Place load_place(uint32_t at) {
   return {int(words[0]), int(words[1]), int(words[2]), int(words[3])};
 }
 
+// Blocks of a persistent kernel: one per multiprocessor of the device in force, and no more than there are items.
+inline unsigned persistent_blocks(int64_t items) {
+  int device = 0, processors = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  return unsigned(items < processors ? items : processors);
+}
+
 // The item a block takes in a round. Rounds are rotated: the long and short tiles of an expert alternate, and a grid
 // of even size would give one block long ones only.
 __device__ __forceinline__ int item_of_round(int round) {
   const int grid = int(gridDim.x);
   return round * grid + int((blockIdx.x + 37u * unsigned(round)) % unsigned(grid));
+}
+
+// Order of the products whose operands are swapped, as in prefill_fused_plan.cuh: expert by expert; a band of tiles inside one run of rows, then the next run. An expert's
+// tokens are shared out evenly over its tiles: a short tile would pay for a whole expansion.
+template <int kItemRows>
+__device__ __forceinline__ Place locate_even(const Rows& rows, int item, int runs) {
+  Place found;
+  found.expert = __ldg(rows.expert + item / runs);
+  const int first = __ldg(rows.tiles + found.expert);
+  const int tiles = __ldg(rows.tiles + found.expert + 1) - first;
+  const int begin = __ldg(rows.starts + found.expert), end = __ldg(rows.starts + found.expert + 1);
+  int local = item - first * runs;
+  const int band = local / (kBandTiles * runs);
+  const int band_tiles = min(tiles - band * kBandTiles, kBandTiles);
+  local -= band * kBandTiles * runs;
+  const int run = local / band_tiles;
+  const int tile = band * kBandTiles + local - run * band_tiles;
+  const int each = ((end - begin + tiles - 1) / tiles + 7) & ~7;
+  found.row = begin + tile * each;
+  found.rows = min(end - found.row, each);
+  found.column = run * kItemRows;
+  return found;
 }
 
 // The 4 x 4 bytes of four words, transposed: word i receives byte i of words 0..3.

@@ -26,6 +26,10 @@
 namespace rose::moe::wide {
 
 using swapped::expand_word;
+using swapped::map_codes;
+using swapped::map_offsets;
+using swapped::map_tokens;
+using swapped::store_tables;
 
 // Where a thread finds its things in every stage; `shift`: its two bytes in a word of offsets. Those lie as
 // prefill_swapped.cuh reads them, a word for a thread of its warps w: the low half is of slab 0, the high one of slab 1,
@@ -187,12 +191,7 @@ __global__ void __launch_bounds__(P::kThreads, 1) product(const __grid_constant_
     for (int i = 0; i < 2; ++i) mbarrier_init(at.end_empty + 8 * i, 8 * kWarpArrivals);
     mbarrier_init_fence();
   }
-  if (threadIdx.x < kTables) {
-    const float unit = __uint_as_float(uint32_t(int(threadIdx.x) + kLowestShift + 127) << 23);
-    const uint32_t entry = at.base + P::kTable + 8 * threadIdx.x;
-    store_shared(entry, pack_e4m3(0.f, 0.5f * unit, unit, 1.5f * unit));
-    store_shared(entry + 4, pack_e4m3(2.f * unit, 3.f * unit, 4.f * unit, 6.f * unit));
-  }
+  store_tables(at.base + P::kTable);
   __syncthreads();
   const int runs = (p.n + kItemRows - 1) / kItemRows;
   const int num_items = uniform(__ldg(p.rows.tiles + p.rows.num_experts) * runs);
@@ -211,34 +210,18 @@ cudaError_t launch(Problem p, const void* x, const void* codes, const void* offs
                    cudaStream_t stream) {
   if (p.k % kBlockK != kBlockK / 2) return cudaErrorInvalidValue;
   const uint64_t runs = (p.n + kItemRows - 1) / kItemRows, k_blocks = (p.k + kBlockK - 1) / kBlockK;
-  const uint64_t experts = p.rows.num_experts, row_bytes = p.k / 2;
-  const uint64_t x_sizes[2] = {uint64_t(p.k), uint64_t(rows)}, x_strides[1] = {uint64_t(p.k)};
-  const uint32_t x_box[2] = {kBlockK, kBoxTokens};
-  cudaError_t error =
-      encode_tensor_map(&p.x, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, x, x_sizes, x_strides, x_box, CU_TENSOR_MAP_SWIZZLE_128B);
+  const uint64_t experts = p.rows.num_experts;
+  cudaError_t error = map_tokens(&p.x, x, rows, p.k);
   if (error != cudaSuccess) return error;
-  // Rows of all experts in a row: past the last row of an expert lie those of the next, whose sums are not stored.
-  const uint64_t parities = P::kGateUp ? 2 : 1;
-  const uint64_t code_sizes[3] = {row_bytes, experts * p.n / parities, parities};
-  const uint64_t code_strides[2] = {row_bytes * parities, row_bytes};
-  const uint32_t code_box[3] = {kRowCodes, uint32_t(kItemRows / parities), uint32_t(parities)};
-  error = encode_tensor_map(&p.codes, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, codes, code_sizes, code_strides, code_box,
-                            CU_TENSOR_MAP_SWIZZLE_NONE);
+  error = map_codes<P>(&p.codes, codes, experts * p.n, p.k, kItemRows);
   if (error != cudaSuccess) return error;
-  const uint64_t offset_sizes[2] = {kItemRows, 2 * experts * ((runs + 1) / 2) * k_blocks};
-  const uint64_t offset_strides[1] = {kOffsetBytes};
-  const uint32_t offset_box[2] = {kItemRows, 1};
-  error = encode_tensor_map(&p.offsets, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, offsets, offset_sizes, offset_strides,
-                            offset_box, CU_TENSOR_MAP_SWIZZLE_NONE);
+  error = map_offsets(&p.offsets, offsets, 2 * experts * ((runs + 1) / 2) * k_blocks, kItemRows);
   if (error != cudaSuccess) return error;
   static const cudaError_t allowed =
       cudaFuncSetAttribute(product<P>, cudaFuncAttributeMaxDynamicSharedMemorySize, P::kSharedBytes);
   if (allowed != cudaSuccess) return allowed;
-  int device = 0, processors = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   const int64_t items = int64_t(max_tiles) * int64_t(runs);
-  product<P><<<unsigned(items < processors ? items : processors), P::kThreads, P::kSharedBytes, stream>>>(p);
+  product<P><<<persistent_blocks(items), P::kThreads, P::kSharedBytes, stream>>>(p);
   return cudaGetLastError();
 }
 

@@ -51,7 +51,7 @@ __device__ __forceinline__ void fill(const Problem& p, int num_items, const Shar
   Place place, next;
   bool has_next = item_of_round(0) < num_items;
   const auto look_up = [&](int round) {
-    next = locate(p.rows, item_of_round(round), runs);
+    next = locate_even<kItemRows>(p.rows, item_of_round(round), runs);
     end.load(p, next, lane);
   };
   const auto row_of = [&](const Place& of) {

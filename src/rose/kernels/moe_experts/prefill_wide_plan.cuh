@@ -7,9 +7,7 @@ namespace rose::moe::wide {
 
 using swapped::block_of;
 using swapped::kBoxTokens;
-using swapped::kLowestShift;
 using swapped::kRowCodes;
-using swapped::kTables;
 
 constexpr int kItemRows = 128;
 constexpr int kCodeBytes = kItemRows * kRowCodes, kOffsetBytes = kItemRows * 4;
@@ -57,26 +55,6 @@ struct Plan {
 struct Shared {
   uint32_t base, full, empty, end_empty;
 };
-
-// As in prefill_swapped.cuh, other sizes.
-__device__ __forceinline__ Place locate(const Rows& rows, int item, int runs) {
-  Place found;
-  found.expert = __ldg(rows.expert + item / runs);
-  const int first = __ldg(rows.tiles + found.expert);
-  const int tiles = __ldg(rows.tiles + found.expert + 1) - first;
-  const int begin = __ldg(rows.starts + found.expert), end = __ldg(rows.starts + found.expert + 1);
-  int local = item - first * runs;
-  const int band = local / (kBandTiles * runs);
-  const int band_tiles = min(tiles - band * kBandTiles, kBandTiles);
-  local -= band * kBandTiles * runs;
-  const int run = local / band_tiles;
-  const int tile = band * kBandTiles + local - run * band_tiles;
-  const int each = ((end - begin + tiles - 1) / tiles + 7) & ~7;
-  found.row = begin + tile * each;
-  found.rows = min(end - found.row, each);
-  found.column = run * kItemRows;
-  return found;
-}
 
 // The row of a tile that a thread's first codes (h = 0) are of.
 template <typename P>
