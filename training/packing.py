@@ -7,6 +7,7 @@ number of processes may draw rows. Several conversations share a row; `docs` kee
 import collections
 import functools
 import multiprocessing
+import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -148,6 +149,15 @@ class Plan:
         return batch(self.path, self.kinds(step), self.shape[1], f"{self.seed} {step}")
 
 
+def _begin(path: Path) -> None:
+    """Begin a process that draws, in a group of its own: a signal to the trainer's group is the trainer's.
+
+    One that dies of it holds the queue's lock, and `close` would wait for that for ever.
+    """
+    os.setpgid(0, 0)
+    _text(path)
+
+
 class Source:
     """Draws batches ahead of their use, by processes where there are any; shared by all parts of a run."""
 
@@ -156,7 +166,7 @@ class Source:
         # fork, before the device is used: processes that are spawned would each import torch with the script.
         context = multiprocessing.get_context("fork")
         # Reading the corpus takes seconds: begun here, while the device compiles.
-        self._pool = context.Pool(workers, _text, (plan.path,)) if workers else None
+        self._pool = context.Pool(workers, _begin, (plan.path,)) if workers else None
 
     def draw(self, step: int) -> Batch:
         """Return the batch of one step."""

@@ -701,23 +701,46 @@ def agreement(
     return {name: right / max(1, tokens) for name, (right, tokens) in found.items()}
 
 
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{number}; allowed: 0 or more")
+    return number
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number}; allowed: 1 or more")
+    return number
+
+
+def _minutes(text: str) -> float:
+    minutes = float(text)
+    if not 0 < minutes < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}; allowed: more than 0")
+    return minutes
+
+
 def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=8.0, help="for the three parts together")
     parser.add_argument(
-        "--steps", type=int, nargs=3, default=None, metavar=("MODEL", "MTP", "DRAFT")
+        "--minutes", type=_minutes, default=8.0, help="for the three parts together"
+    )
+    parser.add_argument(
+        "--steps", type=_count, nargs=3, default=None, metavar=("MODEL", "MTP", "DRAFT")
     )
     parser.add_argument("--size", default="large", choices=("large", *SIZES))
     parser.add_argument(
-        "--batch", type=int, nargs=2, default=(12, 4096), metavar=("ROWS", "TOKENS")
+        "--batch", type=_positive, nargs=2, default=(12, 4096), metavar=("ROWS", "TOKENS")
     )
-    parser.add_argument("--long-every", type=int, default=8, help="rows of which one is long")
+    parser.add_argument("--long-every", type=_positive, default=8, help="rows of which one is long")
     parser.add_argument("--long-from", type=int, default=300, help="step from which rows are long")
     parser.add_argument("--optimizer", default="muon", choices=("muon", "adamw"))
     parser.add_argument("--muon-lr", type=float, default=0.02)
     parser.add_argument("--lr", type=float, default=2e-3, help="of AdamW")
-    parser.add_argument("--warmup", type=int, default=150, help="steps")
+    parser.add_argument("--warmup", type=_positive, default=150, help="steps")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
@@ -729,16 +752,26 @@ def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
         choices=("auto", "required", "off"),
         help="steps as CUDA graphs: where they work, or end if they do not, or never",
     )
-    parser.add_argument("--workers", type=int, default=12, help="processes that draw data; 0: none")
+    parser.add_argument(
+        "--workers", type=_count, default=12, help="processes that draw data; 0: none"
+    )
     parser.add_argument("--parts", nargs="+", default=list(SHARES), choices=list(SHARES))
     parser.add_argument("--start", type=Path, help="parent.pt of an earlier run, to go on from")
     parser.add_argument("--profile", type=Path, help="write the times of one step's kernels")
-    parser.add_argument("--scored", type=int, default=40, help="held-out questions per task")
+    parser.add_argument("--scored", type=_count, default=40, help="held-out questions per task")
     root = Path(__file__).resolve().parent
     parser.add_argument("--tokenizer", type=Path, default=root / "tokenizer.json")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, default=root.parent / ".cache/training")
     arguments = parser.parse_args(words)
+    is_there = arguments.device == "cpu" or (
+        arguments.device.split(":")[0] == "cuda" and torch.cuda.is_available()
+    )
+    if not is_there:
+        found = "a GPU" if torch.cuda.is_available() else "no GPU"
+        parser.error(
+            f"--device {arguments.device}: found {found}; allowed: cpu, or cuda with a GPU"
+        )
     if arguments.graphs == "required" and arguments.device == "cpu":
         parser.error(
             "--graphs required: the device is cpu and graphs take a GPU; allowed: auto, off"

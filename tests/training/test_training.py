@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import english
@@ -507,3 +511,52 @@ def test_a_number_of_steps_that_is_asked_for_is_kept(clock):
     for taken in range(1, 400):
         clock.now += 1.0
         assert pace.steps(taken, 500) == 500
+
+
+DRAWING = """
+import signal, sys
+sys.path.insert(0, sys.argv[1])
+import english, packing
+from pathlib import Path
+english.passages = lambda: ["Words of a manual."]
+source = packing.Source(packing.Plan(Path(packing.__file__).with_name("tokenizer.json"), 7, (1, 384)), 2)
+signal.signal(signal.SIGTERM, lambda *_: None)
+source.draw(0)
+print("ready", flush=True)
+signal.pause()
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+source.close()
+"""
+
+
+def test_a_signal_to_the_group_does_not_keep_the_trainer_from_ending():
+    """As `timeout` and schedulers send it; processes that drew died of it with the queue's lock in their hands."""
+    with subprocess.Popen(
+        [sys.executable, "-c", DRAWING, str(Path(packing.__file__).parent)],
+        stdout=subprocess.PIPE, text=True, start_new_session=True,
+    ) as trainer:  # fmt: skip
+        try:
+            assert trainer.stdout.readline() == "ready\n"
+            os.killpg(trainer.pid, signal.SIGTERM)
+            assert trainer.wait(60) == 0
+        finally:
+            trainer.kill()
+
+
+@pytest.mark.parametrize(("words", "told"), [
+    ("--batch 0 256", "0; allowed: 1 or more"),
+    ("--steps 2 -1 1", "-1; allowed: 0 or more"),
+    ("--minutes 0", "0; allowed: more than 0"),
+    ("--warmup 0", "0; allowed: 1 or more"),
+    ("--device tpu", "--device tpu: found"),
+])  # fmt: skip
+def test_options_that_make_no_sense_are_refused_before_anything_is_made(
+    tmp_path, capsys, words, told
+):
+    with pytest.raises(SystemExit) as ended:
+        train.main(
+            [*words.split(), "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+        )
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
