@@ -514,16 +514,18 @@ def test_a_number_of_steps_that_is_asked_for_is_kept(clock):
 
 
 DRAWING = """
-import signal, sys
+import signal, sys, time
 sys.path.insert(0, sys.argv[1])
 import english, packing
 from pathlib import Path
 english.passages = lambda: ["Words of a manual."]
-source = packing.Source(packing.Plan(Path(packing.__file__).with_name("tokenizer.json"), 7, (1, 384)), 2)
-signal.signal(signal.SIGTERM, lambda *_: None)
+source = packing.Source(packing.Plan(Path(packing.__file__).with_name("tokenizer.json"), 7, (1, 384)), 1)
+told = []
+signal.signal(signal.SIGTERM, lambda *_: told.append(1))
 source.draw(0)
 print("ready", flush=True)
-signal.pause()
+while not told:  # a pause would miss a signal that comes before it
+    time.sleep(0.02)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 source.close()
 """
