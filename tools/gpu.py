@@ -182,6 +182,24 @@ def check_steps(asked: Asked) -> Iterator[Step]:
                 seconds=30 + SETUP_SECONDS[size],
                 packages=("torch", "triton", *ENGINE_PACKAGES),
             )
+    for tool in ("racecheck", "memcheck"):
+        words = (
+            *kernels,
+            "sanitize",
+            "--tool",
+            tool,
+            "moe_experts",
+            "--jobs",
+            "8",
+            "--limit",
+            "75",
+        )
+        yield Step(
+            name=f"{tool} side by side",
+            words=(*words, *asked.record("sanitize")),
+            seconds=110,
+            tools=sanitizer,
+        )
     for names, seconds in RACECHECKED:
         words = (*kernels, "sanitize", "--tool", "racecheck", *names.split())
         yield Step(name=f"racecheck {names}", words=words, seconds=seconds, tools=sanitizer)
@@ -196,22 +214,13 @@ def check_steps(asked: Asked) -> Iterator[Step]:
 
 
 RACECHECKED = (
-    ("moe_experts --only cuda_wide", 180),
-    ("moe_experts --only cuda_swapped", 180),
-    ("moe_experts --only cuda_fused", 180),
-    ("moe_experts --only cuda_fused_mxfp4", 180),
-    ("moe_experts --only cuda_e4m3", 90),
     ("moe_experts --only cuda_decode", 60),
     ("moe_experts --only cuda_decode_many_tokens", 60),
-    ("moe_experts --only cuda_fused_copy", 180),
     ("attention_prefill", 90),
     ("moe_route", 30),
     ("sample", 60),
 )
-"""All CUDA kernels, those whose run was cut last time first: one process for each, since they take minutes.
-
-Small cases have few experts, so that of cuda_e4m3 only the shapes for fewer than 128 are reached.
-"""
+"""CUDA kernels that are not looked at side by side: all small cases, one process for each, since they take minutes."""
 
 
 def bench_steps(asked: Asked) -> Iterator[Step]:

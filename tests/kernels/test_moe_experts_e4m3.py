@@ -11,8 +11,9 @@ import torch
 from fakes import decode_experts
 from rose.kernels import build, registry
 from rose.kernels.aot_code import inspect_cuda
-from rose.kernels.moe_experts import cases
+from rose.kernels.moe_experts import cases, e4m3_stages
 from rose.kernels.moe_experts.cuda_decode_calls import Launch
+from rose.kernels.moe_experts.reference import swiglu
 from rose.utils.device import DeviceFacts
 
 e4m3 = importlib.import_module("rose.kernels.moe_experts.cuda_e4m3_impl")
@@ -202,3 +203,65 @@ def test_what_is_bound_for_each_number_of_tokens(num_experts, weight, wanted):
     }
     regimes = [(1, 16), (17, 48), (49, 256), (257, 512)]
     assert [decode[regime] for regime in regimes] == wanted
+
+
+class _Formula:
+    """Stages by the formula, in the place of the kernels; `spoil` is given what a stage wrote, and the ids."""
+
+    def __init__(self, spoil=None):
+        self.spoil = spoil or (lambda _out, _ids: None)
+
+    def _product(self, x_PC, ids_P1, matrix, bias_EF):
+        e_P = ids_P1[:, 0].clamp(min=0).long()
+        weights = matrix.to_float(torch.float64)[e_P]
+        return torch.einsum("pfc,pc->pf", weights, x_PC.double()) + bias_EF.double()[e_P]
+
+    def gate_up(self, _shape, x_PC, ids_P1, weights, out_PI, *, alpha, limit):
+        u_PF = self._product(x_PC, ids_P1, weights.gate_up, weights.gate_up_bias_EF)
+        is_here_P = ids_P1[:, 0] >= 0
+        hidden_PI = swiglu(u_PF, alpha=alpha, limit=limit).to(out_PI.dtype)
+        out_PI[is_here_P] = hidden_PI[is_here_P]
+        self.spoil(out_PI, ids_P1)
+
+    def down(self, _shape, x_PC, ids_P1, weights, out_PD):
+        y_PD = self._product(x_PC, ids_P1, weights.down, weights.down_bias_ED)
+        is_here_P = ids_P1[:, 0] >= 0
+        out_PD[is_here_P] = y_PD.float()[is_here_P]
+        self.spoil(out_PD, ids_P1)
+
+
+def _statuses(experts, shapes=e4m3.SHAPES[:1], columns=320):
+    outcomes = list(e4m3_stages.check_stages(experts, shapes, columns=columns, device="cpu"))
+    return [o.status for o in outcomes]
+
+
+def test_stages_by_themselves_are_checked_in_every_shape():
+    assert _statuses(_Formula(), e4m3.SHAPES) == ["ok"] * 8
+
+
+def _swap_two_rows(out, ids_P1):
+    first, second = torch.nonzero(ids_P1[:, 0] == 0)[:2, 0].tolist()
+    out[[first, second]] = out[[second, first]]
+
+
+def _write_a_row_that_is_elsewhere(out, ids_P1):
+    out[ids_P1[:, 0] < 0] = 0.0
+
+
+def _leave_the_last_tile(out, _ids):
+    out[:, -32:] = float("nan")
+
+
+@pytest.mark.parametrize(
+    "spoil", [_swap_two_rows, _write_a_row_that_is_elsewhere, _leave_the_last_tile]
+)
+def test_a_stage_that_is_wrong_fails(spoil):
+    assert _statuses(_Formula(spoil)) == ["failed"] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("on_cpu")
+def test_stages_by_themselves_give_the_formula(monkeypatch):
+    monkeypatch.setattr(e4m3_stages, "ROWS", 192)
+    assert _statuses(e4m3.EXPERTS, [EIGHT], columns=704) == ["ok"] * 2
+    assert _statuses(e4m3.EXPERTS, [SIXTEEN]) == ["ok"] * 2

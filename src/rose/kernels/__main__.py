@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -20,7 +21,14 @@ from rose.kernels.bench import bench_all
 from rose.kernels.build import define_in_all
 from rose.kernels.cases import Case
 from rose.kernels.check import cases_module, check_all
-from rose.kernels.sanitize import TOOLS, sanitizer_command
+from rose.kernels.sanitize import (
+    TOOLS,
+    find_sanitizer,
+    run_trials,
+    sanitizer_command,
+    side_by_side_defines,
+    trials_of,
+)
 from rose.utils.device import DeviceFacts, detect
 from rose.utils.errors import RoseError
 
@@ -80,6 +88,16 @@ def main(
     )
     parser.add_argument("--small", action="store_true", help="check: leave large cases out")
     parser.add_argument(
+        "--jobs",
+        type=_count,
+        metavar="N",
+        help="sanitize: cases that reach all branches, each in a process of its own, N at a time",
+    )
+    parser.add_argument(
+        "--limit", type=_count, default=120, metavar="SECONDS", help="sanitize --jobs: of each"
+    )
+    parser.add_argument("--commit", help="sanitize --jobs: named in its JSON lines")
+    parser.add_argument(
         "--define",
         action="append",
         default=[],
@@ -88,7 +106,10 @@ def main(
     )
     parser.add_argument("--seed", type=int, default=0, help="check: seed of the random inputs")
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="check, bench: append JSON lines to FILE"
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="check, bench, sanitize --jobs: append JSON lines to FILE",
     )
     parser.add_argument("--cache", type=Path, metavar="DIR", help="aot: where results are kept")
     # Intermixed: names of operations may stand behind options too; plain parsing takes no more of them there.
@@ -187,6 +208,8 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _sanitize(arguments: argparse.Namespace) -> int:
+    if arguments.jobs is not None:
+        return _sanitize_side_by_side(arguments)
     checked = [*arguments.operations, "--seed", str(arguments.seed)]
     for name in ("only", "case", "few"):
         value = getattr(arguments, name)
@@ -195,6 +218,31 @@ def _sanitize(arguments: argparse.Namespace) -> int:
         checked, toolchain=arguments.toolchain or "cuda", tool=arguments.tool
     )
     return subprocess.run(command, env={**os.environ, **environment}, check=False).returncode
+
+
+def _sanitize_side_by_side(arguments: argparse.Namespace) -> int:
+    find_sanitizer()  # before anything is compiled
+    # So that what runs is ended too; a process that is ended by a signal leaves it behind.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    define_in_all(side_by_side_defines(arguments.tool))  # before the libraries are made
+    trials = trials_of(
+        arguments.operations or registry.operation_names(),
+        detect(arguments.device),
+        only=arguments.only,
+        case_name=arguments.case,
+        seed=arguments.seed,
+    )
+    counts: Counter[str] = Counter()
+    for verdict in run_trials(
+        trials, tool=arguments.tool, jobs=arguments.jobs, limit=arguments.limit
+    ):
+        counts[verdict.verdict] += 1
+        _append(arguments.json, {**asdict(verdict), "commit": arguments.commit})
+        _say(
+            f"{verdict.verdict:8} {verdict.implementation} {verdict.case}, {verdict.seconds:.0f} s: {verdict.told}"
+        )
+    _say(", ".join(f"{n} {verdict}" for verdict, n in counts.items()) or "no case to look at")
+    return 0 if set(counts) == {"clean"} else 1
 
 
 def _bench(arguments: argparse.Namespace) -> int:

@@ -36,6 +36,8 @@ class Case:
     """Left out on a CPU, where it would take minutes."""
     timed: bool = False
     """Also run by `bench`."""
+    branches: bool = False
+    """Reaches all branches of persistent kernels in few tiles: what `sanitize` takes of them side by side."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,10 @@ GPT_OSS_120B = {"D": 2880, "I": 2880, "E": 128, "K": 4}
 SMALL = {"D": 64, "I": 96, "E": 8, "K": 2}
 SMALL_RAGGED = {"D": 192, "I": 192, "E": 4, "K": 2}
 """192 = 128 + 64, as 2880 = 22 * 128 + 64: the last block of fp8 scales is short."""
+ROWS_OF_SLABS = (1, 64, 65, 128, 129, 200)
+"""Tiles of E4M3 weights have one slab of 64 rows or two; from 129 rows on there are two tiles."""
+ROWS_OF_WIDTHS = (29, 61, 77, 93, 109, 125, 141, 157, 173, 189, 205, 221, 237, 253, 300)
+"""Of every width of products that cuda_wide and cuda_swapped have, three or more rows short; 300 are two tiles."""
 RAGGED_BOTH = {"D": 320, "I": 192, "E": 8, "K": 2}
 """320 = 2 * 128 + 64: the first product has a half block after whole ones, the second after one."""
 
@@ -33,10 +37,12 @@ def _case(
     large_values: bool = False,
     constants: tuple[float, float] = (1.702, 7.0),
     weight_sum: float = 1.0,
+    rows_of_experts: tuple[int, ...] = (),
     **flags: Any,
 ) -> Case:
     """`experts_hit`: only so many experts are chosen; `foreign`: half of the ids are -1; `constants`: alpha and
-    limit of the SwiGLU; `weight_sum`: what the weights of a token add up to."""
+    limit of the SwiGLU; `weight_sum`: what the weights of a token add up to; `rows_of_experts`: so many tokens have
+    the first expert, the second, ..., in a drawn order, where each has one expert."""
     return Case(
         name=name,
         sizes={**sizes, "T": tokens},
@@ -49,6 +55,7 @@ def _case(
             "large_values": large_values,
             "constants": constants,
             "weight_sum": weight_sum,
+            "rows_of_experts": rows_of_experts,
         },
         **flags,
     )
@@ -110,7 +117,10 @@ def _edges() -> list[Case]:
             foreign=True,
             phase="prefill",
         ),
-        *(_case(f"mxfp4_prefill_rows_{t}", t, RAGGED_BOTH, phase="prefill") for t in (1, 65, 300)),
+        *(
+            _case(f"mxfp4_prefill_rows_{t}", t, RAGGED_BOTH, phase="prefill", branches=t == 65)
+            for t in (1, 65, 300)
+        ),
         # More experts than an fp8 copy is kept of, and two or three tiles for each that is hit.
         _case(
             "mxfp4_prefill_many_experts",
@@ -130,6 +140,22 @@ def _edges() -> list[Case]:
                 foreign=hit is not None,
             )
             for name, tokens, hit in (("spread", 2049, None), ("empty_experts", 2200, 3))
+        ),
+        # 576 = 4 * 128 + 64: an even number of whole blocks behind the half one, as 2880 has.
+        _case(
+            "mxfp4_prefill_long_widths",
+            sum(ROWS_OF_WIDTHS),
+            {"D": 576, "I": 192, "E": 72, "K": 1},
+            rows_of_experts=ROWS_OF_WIDTHS,
+            branches=True,
+        ),
+        _case(
+            "fp8_prefill_slabs",
+            sum(ROWS_OF_SLABS),
+            {**SMALL_RAGGED, "E": 8, "K": 1},
+            weight="fp8_block",
+            rows_of_experts=ROWS_OF_SLABS,
+            branches=True,
         ),
         # What gpt-oss never has: finds constants that a kernel brings along, and weights normalised once more.
         _case(
@@ -169,6 +195,10 @@ def inputs(case: Case, seed: int, device: str) -> dict[str, Any]:
     dtype = torch_dtype(activation)
     bias = "bf16" if activation == "bf16" else activation
     ids_TK = routing(tokens, case.options["experts_hit"] or experts, chosen, source=source)
+    if case.options["rows_of_experts"]:
+        rows_E = torch.tensor(case.options["rows_of_experts"], device=device)
+        ids_T = torch.arange(len(rows_E), device=device).repeat_interleave(rows_E).int()
+        ids_TK = ids_T[torch.randperm(tokens, generator=source, device=device)].unsqueeze(1)
     if case.options["foreign"]:
         is_foreign_TK = torch.rand(ids_TK.shape, generator=source, device=device) < 0.5
         ids_TK = ids_TK.masked_fill(is_foreign_TK, -1)

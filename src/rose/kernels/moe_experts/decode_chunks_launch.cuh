@@ -23,7 +23,7 @@ inline cudaError_t start_rings(RingKernel kernel, const Call& call, int threads,
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(blocks);
+  config.gridDim = dim3(most_blocks(blocks));
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = bytes;
   config.stream = stream;
