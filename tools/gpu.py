@@ -36,10 +36,14 @@ COMPILE_SECONDS = 65
 """What the first engine on a bare machine takes longer than the next: 72 to 90 s to its first token, then 8 to 11."""
 SETUP_SECONDS = {"20b": 20, "120b": 30, "tiny": 10}
 """Imports, weights, warm-up and graphs of an engine whose kernels are compiled, with room to spare."""
+START_SECONDS = {"20b": 9, "120b": 13, "tiny": 10}
+"""A process from its start to its first token, kernels compiled: 7.5 s and 10.9 s."""
 UNTIL = "{until}"
 """In a step's words: seconds after which it should begin nothing more."""
 LEAST_ROOM = 20
 """Seconds between that and its limit: the longest cell of a sweep."""
+LEAST_CELLS = 60
+"""Seconds of cells that are worth setting an engine up for."""
 END_SECONDS = 5
 """From the request to end to the kill."""
 ROUNDING_SECONDS = 0.5
@@ -55,6 +59,8 @@ class Step:
     """Arguments of Python."""
     seconds: int
     """Estimate, with kernels compiled; a guess from neighbours where it was never timed."""
+    least: int | None = None
+    """Seconds that are worth beginning with, where it ends by itself at `UNTIL` and what matters most comes first."""
     packages: tuple[str, ...] = ("torch", "triton")
     tools: tuple[str, ...] = ("nvcc",)
     has_engine: bool = False
@@ -68,13 +74,13 @@ class Shape:
     """The cells of one size."""
 
     table: tuple[tuple[str, ...], ...]
-    """Those of the score table, as parts of `rose bench sweep`."""
+    """Those of the score table, many prompts, mixed load and growth, as parts of `rose bench sweep`."""
     more: tuple[tuple[str, ...], ...]
-    """The others."""
+    """Other contexts and batches and the load, those first that a run cut short should have."""
     narrow: tuple[tuple[str, ...], ...]
     """Those that KV in FP8 is measured by."""
-    seconds: int
-    """For `table` and `more`, setting up left out."""
+    seconds: tuple[int, int]
+    """For `table` and for `more`, setting up left out."""
     step_tokens: int
     """A larger step to be compared with the usual one."""
     prompt: str
@@ -85,58 +91,64 @@ def _parts(text: str) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(part.split()) for part in text.split(" + "))
 
 
-# Seconds by the figures of docs/performance.md: 20b table 60, many prompts 30, mixed and growth 20, made-up KV 70, load
-# 18 cells of 5 s and their beginnings 150.
+# Seconds by the figures of docs/performance.md: 20b table 60, many prompts 30, mixed and growth 20; decode cells 3 s
+# each and the two of eight samples 20, load 18 cells of 5 s and their beginnings 150.
+LOAD = (
+    " + load --fill --seconds 5 --input-tokens 1024 --in-flight 32,128,64,256,8,1,16,4,2"
+    " + load --fill --seconds 5 --input-tokens 8192 --in-flight 32,128,64,256,8,1,16,4,2"
+)
 SHAPES = {
     "20b": Shape(
         table=_parts(
             "prefill --tokens 8192,32768,65536,128000 + decode --context 8192 --batches 1,8,32,128"
+            " + prefill --tokens 8192 --prompts 128 --repeats 2 + mixed + growth"
         ),
         more=_parts(
-            "prefill --tokens 8192 --prompts 128 --repeats 2 + mixed + growth"
-            " + decode --fill --repeats 3 --context 1024,32768,128000 --batches 1,2,5,8,17,32,48,128"
-            " + decode --fill --repeats 8 --context 32768 --batches 48"
+            "decode --fill --repeats 8 --context 32768 --batches 48"
             " + decode --fill --repeats 8 --context 128000 --batches 17"
-            " + load --fill --seconds 5"
+            " + decode --fill --repeats 2 --context 32768 --batches 1,2,5,8,17,32"
+            " + decode --fill --repeats 2 --context 128000 --batches 1,2,5,8"
+            " + decode --fill --repeats 2 --context 1024 --batches 1,2,5,8,17,32,48,128" + LOAD
         ),
         narrow=_parts(
             "prefill --tokens 8192,32768 --repeats 2 + growth"
             " + decode --fill --repeats 3 --context 8192,32768,128000 --batches 1,8,32,48,128"
             " + load --fill --seconds 5 --input-tokens 8192 --in-flight 32,128,256"
         ),
-        seconds=350,
+        seconds=(110, 330),
         step_tokens=32768,
         prompt="32768",
     ),
     "120b": Shape(
         table=_parts(
             "prefill --tokens 8192,32768,65536,128000 + decode --context 8192 --batches 1,8,32,96"
+            " + prefill --tokens 8192 --prompts 96 --repeats 2 + mixed + growth"
         ),
         more=_parts(
-            "prefill --tokens 8192 --prompts 96 --repeats 2 + mixed + growth"
-            " + decode --fill --repeats 3 --context 1024,32768,128000 --batches 1,2,5,17,48"
-            " + load --fill --seconds 5"
+            "decode --fill --repeats 2 --context 32768,128000,1024 --batches 1,2,5,17,48" + LOAD
         ),
         narrow=_parts(
             "prefill --tokens 8192,32768 --repeats 2 + growth"
             " + decode --fill --repeats 3 --context 8192,32768,128000 --batches 1,8,32,48,96"
             " + load --fill --seconds 5 --input-tokens 8192 --in-flight 32,128,256"
         ),
-        seconds=400,
+        seconds=(150, 300),
         step_tokens=32768,
         prompt="32768",
     ),
     "tiny": Shape(
-        table=_parts("prefill --tokens 64 --repeats 1 + decode --context 64 --batches 1,2"),
-        more=_parts(
-            "prefill --tokens 64 --prompts 3 --repeats 1"
+        table=_parts(
+            "prefill --tokens 64 --repeats 1 + decode --context 64 --batches 1,2"
+            " + prefill --tokens 64 --prompts 3 --repeats 1"
             " + mixed --batch 2 --context 32 --prompt-tokens 600 --repeats 1"
             " + growth --steps 50 --batch 2 --prompt-tokens 32 --output-tokens 8"
-            " + decode --fill --repeats 1 --context 64,128 --batches 1,2"
+        ),
+        more=_parts(
+            "decode --fill --repeats 1 --context 64,128 --batches 1,2"
             " + load --fill --seconds 1 --input-tokens 32 --output-tokens 16 --in-flight 1,2"
         ),
         narrow=_parts("decode --fill --repeats 1 --context 64 --batches 1,2"),
-        seconds=60,
+        seconds=(40, 20),
         step_tokens=2048,
         prompt="1100",
     ),
@@ -239,18 +251,27 @@ def _sized_steps(size: str, asked: Asked) -> Iterator[Step]:
     if size == "tiny":
         common += ("--layers", "2", "--kv-tokens", "8192")  # a trial on any machine
 
-    def step(name: str, *words: str, seconds: int, has_engine: bool = True) -> Step:
+    def step(
+        name: str, *words: str, seconds: int, least: int | None = None, has_engine: bool = True
+    ) -> Step:
         return Step(
             name=f"{size} {name}",
             words=("-m", "rose.cli.main", "bench", *words),
             seconds=seconds,
+            least=least,
             packages=("torch", "triton", *ENGINE_PACKAGES),
             tools=("nvcc",) if asked.device == "cuda" else (),
             has_engine=has_engine,
         )
 
-    cells = [word for part in (*shape.table, *shape.more) for word in part]
-    yield step("sweep", "sweep", *common, "--until", UNTIL, *cells, seconds=setup + shape.seconds)
+    for name, parts, seconds in zip(
+        ("table", "sweep"), (shape.table, shape.more), shape.seconds, strict=True
+    ):
+        cells = [word for part in parts for word in part]
+        yield step(
+            name, "sweep", *common, "--until", UNTIL, *cells, seconds=setup + seconds,
+            least=setup + LEAST_CELLS,
+        )  # fmt: skip
     cells = [word for part in shape.narrow for word in part]
     yield step(
         "FP8 KV", "sweep", "--kv", "fp8_e4m3", *common, "--until", UNTIL, *cells,
@@ -260,7 +281,10 @@ def _sized_steps(size: str, asked: Asked) -> Iterator[Step]:
         f"step of {shape.step_tokens}", "prefill", "--tokens", shape.prompt, "--max-step-tokens",
         str(shape.step_tokens), *common, seconds=setup + 10,
     )  # fmt: skip
-    yield step("start, cached", "start", "--cached", "--repeats", "2", *common, seconds=3 * setup)
+    yield step(
+        "start, cached", "start", "--cached", "--repeats", "2", *common,
+        seconds=3 * START_SECONDS[size],
+    )  # fmt: skip
     yield step(
         "start, fresh", "start", "--fresh", "--repeats", "1", *common,
         seconds=setup + COMPILE_SECONDS + 10, has_engine=False,
@@ -365,8 +389,10 @@ class Run:
 
     def take(self, step: Step) -> None:
         """Run a step, or say why not."""
-        seconds = step.seconds + (COMPILE_SECONDS if step.has_engine and self.is_cold else 0)
-        left = self.left()
+        compiling = COMPILE_SECONDS if step.has_engine and self.is_cold else 0
+        seconds, left = step.seconds + compiling, self.left()
+        if step.least is not None and step.least + compiling <= left:
+            seconds = min(seconds, math.ceil(left))
         # As long again and half a minute: an estimate that is wrong should cost no result.
         limit = min(2 * seconds + 30, left)
         lacks = "; ".join(missing(step))
