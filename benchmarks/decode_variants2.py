@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,6 @@ from rose.kernels import registry
 from rose.kernels.build import CudaLibrary
 from rose.kernels.cases import compare
 from rose.kernels.check import cases_module
-from rose.kernels.moe_experts.cuda_decode_calls import DecodeExperts
 from rose.kernels.moe_experts.reference import reference as experts_reference
 from rose.kernels.sample.reference import reference as sample_reference
 
@@ -58,9 +57,6 @@ def libraries(args: argparse.Namespace) -> list[CudaLibrary]:
     return found
 
 
-Variants = Callable[[int, int], Iterator[tuple[str, Any, Any]]]
-
-
 def moe_variants(batch: int, experts: int) -> Iterator[tuple[str, Any, Any]]:
     """Yield (name, what has `launch`, launch shape) of what fits; with few tokens an expert, 8 wide alone."""
     sizes = {"D": D, "I": INNER, "E": experts, "K": K}
@@ -70,10 +66,8 @@ def moe_variants(batch: int, experts: int) -> Iterator[tuple[str, Any, Any]]:
             yield "e4m3", E4M3.EXPERTS, shape
 
 
-def bench_moe(
-    model: str, args: argparse.Namespace, out: Recorder, variants: Variants = moe_variants
-) -> None:
-    """Check, then time the experts of one model; `variants` gives (name, what has `launch`, launch shape)."""
+def bench_moe(model: str, args: argparse.Namespace, out: Recorder) -> None:
+    """Check, then time the experts of one model."""
     experts = EXPERTS[model]
     layers = expert_layers(experts)
     expert_bytes = (layers[0].gate_up.num_bytes + layers[0].down.num_bytes) // experts
@@ -87,7 +81,7 @@ def bench_moe(
             experts_reference(**other)
             wanted.append(other["out_TD"])
         tolerance = cases.tolerance(cases._case("x", batch, {"D": D}))
-        for name, module, shape in variants(batch, experts):
+        for name, module, shape in moe_variants(batch, experts):
             line = {"op": f"moe_{model}", "batch": batch, "config": f"{name} {short(shape)}"}
             if time.time() > args.deadline:
                 out.late += 1
@@ -108,8 +102,7 @@ def bench_moe(
                 )
                 rate = hit * expert_bytes / us / 1e6
                 out.add(**line, us=us, tb_per_s=rate, distinct=hit, distance=round(distance, 6))
-                if isinstance(module, DecodeExperts):  # others have no parts
-                    _time_parts(module, shape, calls, line, out, hit, up_bytes, expert_bytes)
+                _time_parts(module, shape, calls, line, out, hit, up_bytes, expert_bytes)
             except Exception as error:  # noqa: BLE001
                 out.add(**line, error=repr(error)[:300])
         torch.cuda.empty_cache()
@@ -191,8 +184,8 @@ def bench_sample(args: argparse.Namespace, out: Recorder) -> None:
             del calls
 
 
-def run_all(args: argparse.Namespace, wanted: list[CudaLibrary], script: str) -> int:
-    """Compile side by side, then run one operation of the script after the other."""
+def run_all(args: argparse.Namespace, wanted: list[CudaLibrary]) -> int:
+    """Compile side by side, then run one operation after the other."""
     begin = time.time()
     failed: list[str] = []
 
@@ -213,7 +206,7 @@ def run_all(args: argparse.Namespace, wanted: list[CudaLibrary], script: str) ->
         left = end - time.time()
         share = left / sum({"sample": 2, "20b": 3, "120b": 4}[o] for o in args.ops[number:])
         deadline = time.time() + share * {"sample": 2, "20b": 3, "120b": 4}[op]
-        command = [sys.executable, script, *sys.argv[1:], "--do", op, "--deadline", str(deadline)]
+        command = [sys.executable, __file__, *sys.argv[1:], "--do", op, "--deadline", str(deadline)]
         process = subprocess.Popen(command)
         try:
             if code := process.wait(timeout=max(5.0, deadline + 5 - time.time())):
@@ -244,7 +237,7 @@ def main() -> int:
     """Compile, check, time, print."""
     args = parse(__doc__)
     if args.do is None:
-        return run_all(args, libraries(args), __file__)
+        return run_all(args, libraries(args))
     out = Recorder(args.out, None)
     if args.do == "sample":
         bench_sample(args, out)

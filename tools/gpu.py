@@ -348,7 +348,6 @@ def _kernel_steps(asked: Asked) -> Iterator[Step]:
 KERNEL_SCRIPTS = (
     ("draw", "decode_variants2.py --ops sample --only cluster --batches 128 32 8", 40),
     ("decode experts", "decode_variants2.py --ops 20b 120b --batches 24 48 192", 100),
-    ("decode experts, whole", "decode_whole.py --ops 20b 120b --batches 1 2 4 8 16 32 48", 60),
     ("prefill experts, swapped", "moe_prefill_swapped.py", 59),
     ("prefill experts, wide", "moe_prefill_wide.py", 240),
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -22,16 +21,15 @@ from rose.kernels.moe_experts import cuda_decode_calls as calls  # noqa: E402
 STAND_INS = Path(__file__).parents[1] / "kernels/decode_host"
 
 
-def compile_host(folder: Path, source: str, unbound: Iterable[Path] = ()) -> ctypes.CDLL:
-    """Compile a file of decode_host with the kernels it includes; `unbound`: those of benchmarks/unbound."""
+def compile_host(folder: Path, source: str) -> ctypes.CDLL:
+    """Compile a file of decode_host with the kernels it includes."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("g++ is not installed")
     kernels = Path(calls.__file__).parent
     # The stand-ins come last and take the place of what they stand for.
-    for path in (*kernels.glob("decode_*.cuh"), *unbound, *STAND_INS.iterdir()):
-        text = path.read_text().replace("../../src/rose/kernels/moe_experts/", "")
-        (folder / path.name).write_text(text)
+    for path in (*kernels.glob("decode_*.cuh"), *STAND_INS.iterdir()):
+        (folder / path.name).write_text(path.read_text())
     command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-w"]
     done = subprocess.run(
         [*command, "-o", str(folder / "host.so"), str(folder / source)],

@@ -129,8 +129,6 @@ def test_scripts_are_there_and_take_their_words(gpu):
         if "bench" in step.words:
             continue  # the words behind it are rose's own: the test above takes them
         text = (ROOT / step.words[0]).read_text()
-        if " parse," in text:  # scripts of decode kernels share their options
-            text += (ROOT / "benchmarks/decode_variants2.py").read_text()
         for word in step.words[1:]:
             assert not word.startswith("--") or f'"{word}"' in text, (step.name, word)
 
