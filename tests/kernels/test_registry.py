@@ -196,9 +196,11 @@ def test_the_explain_command_tells_what_serving_binds_on_a_cpu(capsys, caplog):
     config = EngineConfig(model=str(EMBEDDED), device="cpu", cache=CacheConfig(kv_tokens=1024))
     with caplog.at_level("INFO", "rose.engine.engine"):
         LLMEngine.from_config(config)
-    rows = [m.split() for m in caplog.messages if m.endswith(" everywhere")]
+    ends = (" everywhere", " decode 1..2")
+    rows = [m.split(maxsplit=2) for m in caplog.messages if m.endswith(ends)]
     served = {(operation, kernel) for operation, kernel, _ in rows}
     assert ("attention_decode", "torch_invariant") in served
+    assert ("decode_layers", "blocks") in served
     words = ["kernels", "explain", *sorted({n for n, _ in served}), "--device", "cpu"]
     assert run(words) == 0
     operation, bound = "", set()

@@ -32,7 +32,10 @@ class BuiltDecoder:
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         return [
             *self.assembly.memory_lines,
-            *("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows),
+            *(
+                "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+                for row in rows
+            ),
         ]
 
 
@@ -43,7 +46,7 @@ def _by_implementation(table: list[tuple[str, str, str]]) -> list[tuple[str, str
         regimes.setdefault((operation, implementation), []).append(regime)
     most = {op: sum(len(r) for (o, _), r in regimes.items() if o == op) for op, _ in regimes}
     return [
-        (op, impl, "everywhere" if len(r) == most[op] else ", ".join(r))
+        (op, impl, "everywhere" if len(r) == most[op] > 1 else ", ".join(r))
         for (op, impl), r in regimes.items()
     ]
 

@@ -103,6 +103,8 @@ class Operation:
     """Problems with formats and sizes, at bind time."""
     check_call: Callable[..., list[str]] = lambda **_: []
     """Problems with one call's tensors; on in tests and at graph capture, off in replay."""
+    regimes: tuple[Regime, ...] = REGIMES
+    """Where it is bound unless `bind` is told otherwise; fewer where only some steps ask for it."""
 
 
 class Compilable(Protocol):
@@ -143,6 +145,8 @@ class Implementation:
     is_batch_invariant: bool = False
     """Whether each row of the result has the same bits whatever other rows there are, at every number of rows and in
     every phase it is bound for. What an argument in its file, and a test, shows; not what one run suggests."""
+    is_unfused: bool = False
+    """Of a fusion: it runs the parts one after the other. Where it is bound, a model runs its own layers instead."""
     is_capturable: bool = True
     """Whether a CUDA graph can hold it; False: it asks the device something, and is timed call by call."""
     interpreted: frozenset[str] = frozenset({"float32"})
@@ -417,13 +421,14 @@ def bind(
     formats: FormatNames,
     sizes: Sizes,
     device: DeviceFacts = CPU,
-    regimes: tuple[Regime, ...] = REGIMES,
+    regimes: tuple[Regime, ...] | None = None,
     only: Mapping[str, str] | None = None,
     check_calls: bool = False,
     batch_invariant: bool = False,
 ) -> BoundOperation:
     """Choose one implementation per regime: the highest band that accepts formats, sizes and device.
 
+    `regimes`: None for those of the operation.
     `only` forces implementations by operation name (config `kernels.only`), e.g. {"gemm": "reference"}.
     `check_calls`: every call is held against the contract first (config `kernels.check_calls`).
     `batch_invariant`: one implementation for all regimes, of those that say they are (`kernels.batch_invariant`).
@@ -431,6 +436,7 @@ def bind(
     Raises  ContractError listing every refused candidate and why.
     """
     operation = load(name)
+    regimes = operation.regimes if regimes is None else regimes
     missing = [s for s in operation.sizes if s not in sizes]
     problems = [f"size {s} is missing" for s in missing] + operation.validate(formats, sizes)
     if problems:
@@ -441,8 +447,7 @@ def bind(
         known = ", ".join(i.name for i in implementations(name))
         raise ContractError(f"{name}: implementation {forced!r} is not known; known: {known}")
     if batch_invariant:
-        regimes = (*regimes, MANY_DECODE) if regimes == REGIMES else regimes
-        table = _invariant_table(candidates, formats, sizes, device, regimes)
+        table = _invariant_table(candidates, formats, sizes, device, _with_many_decode(regimes))
         return BoundOperation(operation, table, sizes=sizes, check_calls=check_calls)
     table = {}
     for regime in regimes:
@@ -458,6 +463,10 @@ def bind(
     if regimes == REGIMES:
         table[MANY_DECODE] = table[SHORT_PREFILL]
     return BoundOperation(operation, table, sizes=sizes, check_calls=check_calls)
+
+
+def _with_many_decode(regimes: tuple[Regime, ...]) -> tuple[Regime, ...]:
+    return (*regimes, MANY_DECODE) if regimes == REGIMES else regimes
 
 
 class NotInvariant(ContractError):
@@ -514,13 +523,14 @@ def explain(
 
     Raises  NotInvariant where `batch_invariant` finds no implementation
     """
-    load(name)
+    regimes = load(name).regimes
     table: dict[Regime, Implementation] = {}
     if batch_invariant:
-        regimes = (*REGIMES, MANY_DECODE)
-        table = _invariant_table(implementations(name), formats, sizes, device, regimes)
+        table = _invariant_table(
+            implementations(name), formats, sizes, device, _with_many_decode(regimes)
+        )
     lines = []
-    for regime in REGIMES:
+    for regime in regimes:
         for implementation in implementations(name):
             reason = implementation.refusal(formats, sizes, device, regime)
             if reason is None and batch_invariant and not implementation.is_batch_invariant:

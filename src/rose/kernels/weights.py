@@ -46,3 +46,47 @@ class ExpertWeights:
         """Bytes held on the device."""
         biases = _bytes(self.gate_up_bias_EF) + _bytes(self.down_bias_ED)
         return self.gate_up.num_bytes + self.down.num_bytes + biases
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockWeights:
+    """One transformer block, as in the checkpoint.
+
+    Shapes   D hidden, H query heads, G kv heads, A head size, E experts
+             attention_norm_D, expert_norm_D, sinks_H  float32
+             qkv     [(H + 2 G) A, D]: q heads, k heads, v heads;  out [D, H A];  router [E, D]
+    """
+
+    attention_norm_D: Tensor
+    qkv: LinearWeights
+    sinks_H: Tensor
+    out: LinearWeights
+    expert_norm_D: Tensor
+    router: LinearWeights
+    experts: ExpertWeights
+    window_tokens: int | None
+    """None: the layer sees everything."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held on the device."""
+        vectors = (self.attention_norm_D, self.sinks_H, self.expert_norm_D)
+        groups = (self.qkv, self.out, self.router, self.experts)
+        return sum(map(_bytes, vectors)) + sum(group.num_bytes for group in groups)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackWeights:
+    """All blocks of a model, in order."""
+
+    blocks: tuple[BlockWeights, ...]
+
+    @property
+    def windows(self) -> set[int]:
+        """Tokens that blocks with a window see; empty where none has one."""
+        return {b.window_tokens for b in self.blocks if b.window_tokens is not None}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held on the device."""
+        return sum(block.num_bytes for block in self.blocks)

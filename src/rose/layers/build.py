@@ -62,10 +62,30 @@ class LayerBuild:
         self, name: str, *, sizes: Mapping[str, int], weight: str | None = None
     ) -> BoundOperation:
         """Choose the kernels of an operation for these sizes; `weight` names its weights' format."""
-        formats = {"activation": self.quant.activations, "kv": self.quant.kv}
-        if weight is not None:
-            formats["weight"] = weight
-        bound = self._bound(name, formats, sizes)
+        weights = {} if weight is None else {"weight": weight}
+        return self._entered(self._bound(name, weights, sizes))
+
+    def bind_fusion(
+        self, name: str, *, sizes: Mapping[str, int], weights: Mapping[str, str]
+    ) -> BoundOperation | None:
+        """Choose the kernel of a fusion; None where its parts run instead, which the table then says.
+
+        `weights`: operand -> format. In the batch-invariant mode the parts run, unless `kernels.only` asks for a
+        kernel: that is refused as any other would be.
+        Units   the fusion is bound for one regime
+        """
+        asked = self.kernels.only.get(name)
+        unfused = next(i for i in registry.implementations(name) if i.is_unfused)
+        if self.kernels.batch_invariant and asked in (None, unfused.name):
+            [regime] = registry.load(name).regimes
+            self._table[name, str(regime), unfused.name] = None
+            return None
+        bound = self._entered(self._bound(name, weights, sizes))
+        [chosen] = bound.table.values()
+        return None if chosen.is_unfused else bound
+
+    def _entered(self, bound: BoundOperation) -> BoundOperation:
+        """Write a bound operation into the table and begin what is slow; return what is called."""
         new_rows = dict.fromkeys(bound.rows())
         is_new = not new_rows.keys() <= self._table.keys()
         if is_new and self.device.kind == "cuda" and torch.cuda.is_available():
@@ -77,8 +97,10 @@ class LayerBuild:
         return DryOperation(bound, self._dry_context, self._dry_bytes)
 
     def _bound(
-        self, name: str, formats: dict[str, str], sizes: Mapping[str, int]
+        self, name: str, weights: Mapping[str, str], sizes: Mapping[str, int]
     ) -> BoundOperation:
+        formats = {"activation": self.quant.activations, "kv": self.quant.kv, **weights}
+
         def bind(*, batch_invariant: bool) -> BoundOperation:
             return registry.bind(
                 name,

@@ -117,6 +117,7 @@ def test_the_kernel_table_names_every_operation_once_per_regime(model):
     assert {name for name, _, _ in table} == {
         "attention_decode",
         "attention_prefill",
+        "decode_layers",
         "embedding",
         "gemm",
         "moe_experts",
@@ -124,7 +125,7 @@ def test_the_kernel_table_names_every_operation_once_per_regime(model):
         "rms_norm",
         "rope_kv_write",
     }
-    assert {implementation for _, _, implementation in table} <= {"torch", "torch_cpu"}
+    assert {implementation for _, _, implementation in table} <= {"torch", "torch_cpu", "blocks"}
 
 
 def test_forcing_an_implementation_that_is_not_there_names_the_known_ones():

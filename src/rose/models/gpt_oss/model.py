@@ -9,9 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rose.kernels.weights import BlockWeights
 from rose.layers.attention import Attention
 from rose.layers.build import LayerBuild
 from rose.layers.context import ForwardContext
+from rose.layers.decode_layers import DecodeLayers
 from rose.layers.embedding import Embedding
 from rose.layers.lm_head import LmHead
 from rose.layers.moe import MixtureOfExperts
@@ -31,6 +33,23 @@ def yarn(config: GptOssConfig) -> Yarn:
         original_tokens=config.rope_original_tokens,
         beta_fast=config.rope_beta_fast,
         beta_slow=config.rope_beta_slow,
+    )
+
+
+def _block_weights(config: GptOssConfig, parameters: GptOssParameters) -> tuple[BlockWeights, ...]:
+    """Return the same tensors as one operation takes them."""
+    return tuple(
+        BlockWeights(
+            attention_norm_D=layer.attention_norm_D,
+            qkv=layer.qkv,
+            sinks_H=layer.sinks_H,
+            out=layer.out,
+            expert_norm_D=layer.expert_norm_D,
+            router=layer.router,
+            experts=layer.experts,
+            window_tokens=window_tokens,
+        )
+        for layer, window_tokens in zip(parameters.layers, config.window_tokens, strict=True)
     )
 
 
@@ -122,17 +141,34 @@ class GptOss:
             )
             for i, layer_parameters in enumerate(parameters.layers)
         ]
+        self.decode_layers = DecodeLayers(
+            _block_weights(config, parameters),
+            experts_per_token=config.experts_per_token,
+            page_tokens=page_tokens,
+            eps=config.rms_norm_eps,
+            swiglu_alpha=config.swiglu_alpha,
+            swiglu_limit=config.swiglu_limit,
+            cos_sin_NA=cos_sin_PD,
+            build=build,
+        )
         self.final_norm = RmsNorm(parameters.final_norm_D, eps=config.rms_norm_eps, build=build)
         self.head = LmHead(parameters.head, build=build)
 
     def forward(self, token_ids_T: Tensor, context: ForwardContext) -> Tensor:
         """Return the final hidden states [T, D] after the last norm; writes the new KV into its pages."""
         residual_TD = self.embedding.forward(token_ids_T, context)
+        if self.decode_layers.takes(context, len(residual_TD)) and not self._is_observed():
+            self.decode_layers.forward(residual_TD, context)
+            return self.final_norm.forward(residual_TD, context)
         x_TD = None
         for block in self.blocks:
             x_TD = block.forward(x_TD, residual_TD, context)
         assert x_TD is not None, "a model has at least one block"
         return self.final_norm.forward(x_TD, context, residual_TD=residual_TD)
+
+    def _is_observed(self) -> bool:
+        """Whether a tool wants to see which experts are chosen: only the blocks show them."""
+        return any(block.experts.observer is not None for block in self.blocks)
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
         """Return float32 logits [S, V] of chosen rows."""
