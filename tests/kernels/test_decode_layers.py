@@ -67,6 +67,21 @@ def test_the_tokens_of_a_case_share_as_many_experts_as_it_says(chosen, num_share
     assert chosen != "spread" or min(shared) < 2
 
 
+def test_timing_a_case_again_and_again_chooses_the_same_experts(monkeypatch):
+    chosen, route = [], REFERENCE.moe_route
+
+    def seen(x_TD, *, expert_ids_TK, **others):
+        route(x_TD, expert_ids_TK=expert_ids_TK, **others)
+        chosen.append(expert_ids_TK.sort(dim=1).values.tolist())
+
+    monkeypatch.setattr(REFERENCE, "moe_route", seen)
+    case = replace(CASES["bf16_24_blocks"], timed=True)
+    arguments = cases_module("decode_layers").inputs(case, 0, "cpu")
+    for _ in range(40):
+        REFERENCE.reference(**arguments)
+    assert chosen == chosen[:24] * 40
+
+
 def without_last_addition(residual_SD, *args, weights, kv_pages, **options):
     """The last block's experts are left out of the stream."""
     before = []

@@ -34,6 +34,10 @@ _STEP = 0.5
 """Between the aimed logits of a token's chosen experts, before the norm shrinks them."""
 _ABOVE = 12.0
 """Of the last chosen above all that are not."""
+_ABOVE_TIMED = 96.0
+_SHARE_TIMED = 0.125
+"""Of what a half-block adds otherwise. Timing runs a case dozens of times, each on the stream that the last one left;
+as that grows, norms shrink the quiet columns, and the choice of experts must not change."""
 
 
 def _case(
@@ -245,15 +249,16 @@ def _block(
     hidden, width, num_experts = s["D"], s["H"] * s["A"], s["E"]
     wide = "float64" if formats["activation"] == "float64" else "float32"
     gain = 6.0 if case.options["large_values"] else 1.5
+    share = _SHARE_TIMED if case.timed else 1.0
     bias = formats["activation"]
 
-    def linear(num_out: int, num_in: int) -> LinearWeights:
+    def linear(num_out: int, num_in: int, gain: float = 1.0) -> LinearWeights:
         return LinearWeights(
-            matrix=matrix(formats["projection"], num_out, num_in, source=source),
-            bias_N=normal(num_out, source=source, dtype=bias, scale=0.3),
+            matrix=matrix(formats["projection"], num_out, num_in, source=source, gain=gain),
+            bias_N=normal(num_out, source=source, dtype=bias, scale=0.3 * gain),
         )
 
-    qkv, out = linear((s["H"] + 2 * s["G"]) * s["A"], hidden), linear(hidden, width)
+    qkv, out = linear((s["H"] + 2 * s["G"]) * s["A"], hidden), linear(hidden, width, gain=share)
     # Scores of a few units, so that some keys count and the output is no average of all of them.
     qkv.matrix.values[:width] *= 2
     experts = ExpertWeights(
@@ -261,8 +266,8 @@ def _block(
             formats["weight"], num_experts, 2 * s["I"], hidden, source=source, gain=gain
         ),
         gate_up_bias_EF=normal(num_experts, 2 * s["I"], source=source, dtype=bias, scale=0.3),
-        down=matrix(formats["weight"], num_experts, hidden, s["I"], source=source),
-        down_bias_ED=normal(num_experts, hidden, source=source, dtype=bias, scale=0.3),
+        down=matrix(formats["weight"], num_experts, hidden, s["I"], source=source, gain=share),
+        down_bias_ED=normal(num_experts, hidden, source=source, dtype=bias, scale=0.3 * share),
     )
     assert out.bias_N is not None
     out.matrix.values[quiet_Q] = 0
@@ -284,13 +289,14 @@ def _block(
 def _router(
     case: Case, signs_SQ: Tensor, quiet_Q: Tensor, *, source: torch.Generator
 ) -> LinearWeights:
-    """Aim at logits: `_ABOVE` and more for the chosen, `_STEP` apart; about 0 and a little for the others."""
+    """Aim at logits: `above` and more for the chosen, `_STEP` apart; about 0 and a little for the others."""
     s, dtype = case.sizes, case.formats["activation"]
     num_rows = len(signs_SQ)
     ids_SK = _chosen(case, source=source).long()
     aimed_SE = normal(num_rows, s["E"], source=source, scale=0.2)
     steps_K = torch.arange(s["K"], 0, -1, device=source.device) - 1
-    aimed_SE.scatter_(1, ids_SK, (_ABOVE + _STEP * steps_K).expand(num_rows, -1).contiguous())
+    above = _ABOVE_TIMED if case.timed else _ABOVE
+    aimed_SE.scatter_(1, ids_SK, (above + _STEP * steps_K).expand(num_rows, -1).contiguous())
     matrix_ED = normal(s["E"], s["D"], source=source, scale=0.1 / s["D"] ** 0.5)
     # The least matrix whose product with the quiet columns of every token is what was aimed at.
     matrix_ED[:, quiet_Q] = (torch.linalg.pinv(signs_SQ) @ aimed_SE).T
