@@ -23,7 +23,7 @@ from rose.kernels.weights import ExpertWeights
 
 FOLDER = Path(cuda_fused.__file__).parent
 MODEL = Path(__file__).parent / "cuda_model"
-PLAIN = (build.COMMON / "ring.cuh", build.COMMON / "warp.cuh")
+PLAIN = tuple(build.COMMON / name for name in ("blocks.cuh", "ring.cuh", "warp.cuh"))
 """Headers that the model takes as they are."""
 TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "f": ctypes.c_float}
 QUANTIZE = r"template <int kChosenMax[^\n]*\n__global__ void quantize_wide.*?\n}\n"

@@ -106,7 +106,7 @@ def test_experts_agree_with_torch_stage_by_stage(
 
 @pytest.mark.slow
 def test_a_build_for_racecheck_lets_every_lane_arrive(library: ctypes.CDLL, tmp_path: Path) -> None:
-    checked = compiled(tmp_path, "fused", defines=("ROSE_RACECHECK",))
+    checked = compiled(tmp_path, "fused", defines=("ROSE_RACECHECK", "ROSE_BLOCKS=1"))
     for weight, block_m in (("mxfp4", 256), ("fp8_block", 128)):
         runs = [
             experts(each, [70, 0, 200], 192, 192, weight, block_m) for each in (checked, library)

@@ -112,7 +112,10 @@ def test_experts_agree_with_torch_stage_by_stage(
 @pytest.mark.slow
 def test_a_build_for_racecheck_lets_every_lane_arrive(tmp_path: Path) -> None:
     problem, found, wanted = experts(
-        compiled(tmp_path, "swapped", defines=("ROSE_RACECHECK",)), [70, 0, 130], 192, 192
+        compiled(tmp_path, "swapped", defines=("ROSE_RACECHECK", "ROSE_BLOCKS=1")),
+        [70, 0, 130],
+        192,
+        192,
     )
     assert problem == ""
     assert is_right(found, wanted, LIMITS)

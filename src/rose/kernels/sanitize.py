@@ -33,7 +33,7 @@ OURS = "4rose"
 """In the mangled name of each CUDA kernel of moe_experts and of no kernel of torch, cuBLAS or Triton. Those draw inputs
 and make references: most of the work, of which nothing is asked here."""
 BLOCKS = 2
-"""Of a persistent kernel under racecheck; launch.cuh says why."""
+"""Of a persistent kernel under racecheck; blocks.cuh says why."""
 STAGES = {"moe_experts": ("rose.kernels.moe_experts.e4m3_stages",)}
 """Modules that check kernels in parts, which take sizes that their operation does not."""
 REPORTED = 3

@@ -3,6 +3,7 @@
 
 #include <cuda.h>
 
+#include "blocks.cuh"
 #include "machine.cuh"
 
 namespace rose {

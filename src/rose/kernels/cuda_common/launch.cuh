@@ -8,22 +8,14 @@
 
 #include <cstdint>
 
+#include "blocks.cuh"
+
 // Exported once per library; build.py turns the number a launcher returns into these words.
 extern "C" inline __attribute__((used, visibility("default"))) const char* rose_error_words(int error) {
   return cudaGetErrorString(static_cast<cudaError_t>(error));
 }
 
 namespace rose {
-
-// Build with -DROSE_BLOCKS=2 for racecheck: a persistent kernel has so many blocks at most. Each then takes many items,
-// also where a check can afford only a few, and comes round to every stage of its rings again and again.
-inline int most_blocks(int blocks) {
-#ifdef ROSE_BLOCKS
-  return blocks < ROSE_BLOCKS ? blocks : ROSE_BLOCKS;
-#else
-  return blocks;
-#endif
-}
 
 using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                                  const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,

@@ -38,7 +38,7 @@ __device__ __forceinline__ Place load_place(uint32_t at) {
 }
 
 // Blocks of a persistent kernel: one per multiprocessor of the device in force, and no more than there are items.
-// ROSE_BLOCKS (launch.cuh) bounds them in builds for checks.
+// ROSE_BLOCKS (blocks.cuh) bounds them in builds for checks.
 inline unsigned persistent_blocks(int64_t items) {
   int device = 0, processors = 0;
   cudaGetDevice(&device);
