@@ -349,7 +349,11 @@ KERNEL_SCRIPTS = (
     ("draw", "decode_variants2.py --ops sample --only cluster --batches 128 32 8", 40),
     ("decode experts", "decode_variants2.py --ops 20b 120b --batches 24 48 192", 100),
     ("prefill experts, swapped", "moe_prefill_swapped.py", 59),
-    ("prefill experts, wide", "moe_prefill_wide.py", 240),
+    (
+        "prefill experts, wide",
+        "moe_prefill_wide.py --ways wide wide_promote wide_groups --in-one-piece",
+        90,
+    ),
 )
 """Name, script and its words, seconds that it is given."""
 WIDE_TRIALS = (

@@ -6,6 +6,7 @@ Weights, sort, combine and the order of columns are those of the bound experts (
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -56,6 +57,24 @@ SHAPES = {
 def hidden_scale(limit: float) -> float:
     """What a unit of the SwiGLU's E4M3 numbers is: they reach 448 where it reaches limit (limit + 1)."""
     return limit * (limit + 1) / 448
+
+
+BEFORE_ROUNDING = 1.2e-2 - 2**-9
+"""Of the largest number: how far off a SwiGLU may be before it is rounded. As much is left of what `wide_groups`, with
+the same sums, is allowed (1.2e-2, and right by it on an H200) beside its rounding to bf16, which has 8 bits."""
+
+
+def largest_error(wanted_RI: Tensor, limit: float) -> float:
+    """Return how far a single number of `gate_up`'s SwiGLU may be from the exact one, over the largest of them.
+
+    E4M3 numbers from 2^e on are 2^(e - 3) apart, and the nearest is off by half of it at most. With the largest number
+    at m units, 2^e <= m < 2^(e + 1), half a step there is 2^(e - 4) / m of it: 1/32 where m lies right below a power of
+    two, 1/16 right above one; smaller numbers have no larger steps. What is off before it is rounded may end up on the
+    neighbour, a step away, but no further from the exact number than half a step and that. Numbers whose scale puts the
+    largest at 448 = 1.75 * 2^8, as x has them, are never off by more than 1/28; in fixed units m may be anything.
+    """
+    units = max(wanted_RI.abs().max().item() / hidden_scale(limit), 2.0**-6)
+    return 2.0 ** (math.floor(math.log2(units)) - 4) / units + BEFORE_ROUNDING
 
 
 class WideLibrary:
