@@ -202,9 +202,9 @@ def check_steps(asked: Asked) -> Iterator[Step]:
             tool,
             "moe_experts",
             "--jobs",
-            "8",
+            "12",
             "--limit",
-            "75",
+            "80",
         )
         yield Step(
             name=f"{tool} side by side",

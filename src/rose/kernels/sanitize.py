@@ -34,8 +34,8 @@ OURS = "4rose"
 and make references: most of the work, of which nothing is asked here."""
 BLOCKS = 2
 """Of a persistent kernel under racecheck; blocks.cuh says why."""
-STAGES = {"moe_experts": ("rose.kernels.moe_experts.e4m3_stages",)}
-"""Modules that check kernels in parts, which take sizes that their operation does not."""
+STAGES = {"moe_experts": ("rose.kernels.moe_experts.e4m3_stages", 4)}
+"""A module that checks a kernel in parts, which take sizes that the operation does not, and how many shapes it has."""
 REPORTED = 3
 """Exit code where the tool reports anything."""
 
@@ -127,13 +127,14 @@ def trials_of(
                 words += ("--seed", str(seed))
                 trials.append(Trial(implementation=i.name, case=case.name, words=words))
         if only is None and case_name is None:
+            module, num_shapes = STAGES.get(name, ("", 0))
             trials += [
                 Trial(
                     implementation=module.rpartition(".")[2],
-                    case="all shapes",
-                    words=("-m", module, "--seed", str(seed)),
+                    case=f"shape {number}",
+                    words=("-m", module, "--shape", str(number), "--seed", str(seed)),
                 )
-                for module in STAGES.get(name, ())
+                for number in range(num_shapes)
             ]
         builds += aot.cuda_libraries(name)
     with ThreadPoolExecutor() as pool:
@@ -231,7 +232,8 @@ def run_trial(trial: Trial, *, tool: str, limit: float, running: set[int]) -> Ve
 def judged(code: int | None, text: str) -> tuple[str, str]:
     """Return a verdict and what was told, of an exit code (None: cut off) and all that was printed.
 
-    Clean is what the tool's own summary says, and only where the program passed: no summary is no pass.
+    Clean is what the tool's own summary says, and only where the program found a result and it was right: no summary is
+    no pass, nor is a case that was skipped.
     """
     summaries = re.findall(r"^=+ ((?:RACECHECK|ERROR) SUMMARY: .*)$", text, re.MULTILINE)
     reports = re.findall(r"^=+ +(\S.*)$", text, re.MULTILINE)
@@ -239,7 +241,8 @@ def judged(code: int | None, text: str) -> tuple[str, str]:
     lines = text.strip().splitlines() or ["printed nothing"]
     if code is None:
         return "cut off", "\n".join(reports or lines[-1:])[:1000]
-    if code == 0 and summaries and re.search(r"SUMMARY: 0 (?:hazards|errors)", summaries[-1]):
+    is_right = code == 0 and re.search(r"^ok\b", text, re.MULTILINE)
+    if is_right and summaries and re.search(r"SUMMARY: 0 (?:hazards|errors)", summaries[-1]):
         return "clean", summaries[-1]
     if code == REPORTED:
         return "reported", "\n".join([*summaries, *reports])[:1000]

@@ -1,6 +1,6 @@
 """Both stages of cuda_e4m3 in each of its launch shapes, on matrices of few rows: for sanitizers.
 
-    python -m rose.kernels.moe_experts.e4m3_stages --device cuda [--define WORD]
+    python -m rose.kernels.moe_experts.e4m3_stages --device cuda [--shape 0] [--define WORD]
 The operation takes rows of 2880 columns alone and so has 8,640 rows to an expert, which take minutes under a sanitizer.
 Called by itself a stage takes any number of rows.
 """
@@ -87,14 +87,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--define", action="append", default=[], metavar="WORD")
+    parser.add_argument("--shape", type=int, metavar="N", help="of SHAPES, that alone")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
     define_in_all(arguments.define)  # before the library is made
     registry.load("moe_experts")
     bound = importlib.import_module("rose.kernels.moe_experts.cuda_e4m3_impl")
     failed = False
+    shapes = bound.SHAPES if arguments.shape is None else [bound.SHAPES[arguments.shape]]
     for outcome in check_stages(
-        bound.EXPERTS, bound.SHAPES, columns=bound.COLUMNS, device=arguments.device,
+        bound.EXPERTS, shapes, columns=bound.COLUMNS, device=arguments.device,
         seed=arguments.seed,
     ):  # fmt: skip
         failed |= outcome.status == "failed"
