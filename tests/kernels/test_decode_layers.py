@@ -51,7 +51,7 @@ def test_rounding_cannot_change_which_experts_are_chosen(case, monkeypatch):
     ("chosen", "num_shared"), [("same", 4), ("last", 4), ("halved", 2), ("spread", 0)]
 )
 def test_the_tokens_of_a_case_share_as_many_experts_as_it_says(chosen, num_shared, monkeypatch):
-    case = CASES["bf16_wide"]
+    case = CASES["model_two"]
     case = replace(case, options={**case.options, "chosen": chosen})
     shared, route = [], REFERENCE.moe_route
 

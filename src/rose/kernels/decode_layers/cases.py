@@ -28,6 +28,8 @@ _HEADS = {"H": 64, "G": 8, "A": 64, "R": 1}
 GPT_OSS_20B = {"D": 2880, "I": 2880, "E": 32, "K": 4, "L": 64, **_HEADS}
 GPT_OSS_120B = {**GPT_OSS_20B, "E": 128}
 SMALL = {"D": 96, "I": 64, "H": 4, "G": 2, "A": 16, "E": 8, "K": 2, "L": 16, "R": 1}
+MODEL = {**SMALL, "D": 192, "I": 128, "H": 16, "A": 64, "E": 32, "K": 4}
+"""What the CUDA kernel is compiled for where it runs on threads of a CPU, in tests."""
 ALTERNATING = ("window", "full")
 FEW_BLOCKS = 5
 _STEP = 0.5
@@ -127,7 +129,6 @@ def _gpt_oss() -> list[Case]:
         _case("20b_clamped", [40, 41], GPT_OSS_20B, large_values=True, large=True),
         _case("20b_sink_wins", [40, 300], GPT_OSS_20B, sink=8.0, large=True),
         _case("20b_pages_of_256", [600, 255], {**GPT_OSS_20B, "L": 256}, large=True),
-        _case("20b_64_experts", [33, 5], {**GPT_OSS_20B, "E": 64}, large=True),
         _case("120b_layer", [140], GPT_OSS_120B, kinds=("window",), large=True),
         _case("120b_two", [140, 1000], GPT_OSS_120B, chosen="halved", large=True),
         _case("120b_last_experts", [64], GPT_OSS_120B, chosen="last", large=True),
@@ -162,7 +163,22 @@ def _edges() -> list[Case]:
         _case("float64", [30, 3], window=8, activation="float64", weight="float64"),
         _case("bf16", [30, 3], window=8),
         _case("bf16_weights", [30, 3], window=8, weight="bf16"),
-        _case("bf16_wide", [200, 70], {**SMALL, "D": 320, "I": 256, "E": 32, "K": 4}),
+        *(_case(f"model_of_{n}", [n], MODEL, window=32) for n in (1, 2, 16, 17, 32, 33, 70)),
+        _case("model_two", [200, 70], MODEL),
+        _case("model_same_experts", [31, 33], MODEL, window=32, chosen="same"),
+        _case("model_last_experts", [64, 65], MODEL, window=32, chosen="last"),
+        _case("model_halved", [129, 2], MODEL, chosen="halved"),
+        _case("model_padding_last", [40, 0], MODEL, window=32),
+        _case("model_padding_first", [0, 40], MODEL, window=32),
+        _case("model_only_padding", [0, 0], MODEL),
+        _case("model_strided", [90, 40], MODEL, window=32, is_strided=True),
+        _case("model_pages_of_64", [130, 63], {**MODEL, "L": 64}, window=32),
+        _case("model_full_alone", [50], MODEL, kinds=("full",)),
+        _case("model_windows_alone", [50, 9], MODEL, kinds=("window",) * 2, window=32),
+        _case("model_four", [50, 49], MODEL, kinds=ALTERNATING * 2, window=32),
+        _case("model_clamped", [30, 3], MODEL, large_values=True),
+        _case("model_sink_wins", [30, 3], MODEL, sink=8.0),
+        _case("model_64_experts", [33], {**MODEL, "E": 64}, chosen="last"),
         _case("bf16_24_blocks", [60, 3], kinds=ALTERNATING * 12, window=8),
     ]
 
@@ -338,10 +354,11 @@ def tolerance(case: Case) -> Tolerance:
         )
     if case.sizes["B"] <= FEW_BLOCKS:
         return Tolerance(
-            relative=1.2e-2,
+            relative=1.5e-2,
             absolute=2.5e-2,
             reason="some ten roundings to bf16 a block, 2^-9 each at most, some of them on the other side; a float32 "
-            "composition that rounds the SwiGLU and each expert's output too is 7e-3 off",
+            "composition that rounds the SwiGLU and each expert's output too is 5e-3 off after two blocks, 9.5e-3 "
+            "after four; a page of forty left out would be 4e-2",
         )
     return Tolerance(
         relative=5e-2,
