@@ -12,8 +12,9 @@ from rose.engine.engine import LLMEngine
 from rose.runtime.warm_up import warm_up_steps
 
 
+@pytest.mark.parametrize("has_graphs", [False, True])
 @pytest.mark.parametrize(("pages", "budget"), [(1, 8), (2, 8), (8, 64), (32, 256)])
-def test_every_made_up_step_runs(pages, budget):
+def test_every_made_up_step_runs(pages, budget, has_graphs):
     model = FakeModel()
     engine = LLMEngine.from_model(
         model,
@@ -28,10 +29,17 @@ def test_every_made_up_step_runs(pages, budget):
     )
     steps = list(
         warm_up_steps(
-            engine.table.layout, num_pages=pages, num_slots=4, max_tokens=min(budget, 16 * pages)
+            engine.table.layout,
+            num_pages=pages,
+            num_slots=4,
+            max_tokens=min(budget, 16 * pages),
+            has_graphs=has_graphs,
         )
     )
     for plan in steps:
         result = engine.decoder.collect(engine.decoder.launch(plan))
         assert list(result.token_ids) == plan.sample_slots
-    assert any(not s.prefill for s in steps) == (pages > 1)
+    alone = [len(s.decode) for s in steps if not s.prefill]
+    beside = [len(s.decode) for s in steps if s.prefill and s.decode]
+    assert beside == ([1, 2, 3] if pages > 1 else [])
+    assert alone == ([1, 2, 4] if pages > 1 and not has_graphs else [])

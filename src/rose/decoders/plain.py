@@ -38,6 +38,10 @@ class PlainDecoder:
         self._tables = runner.tables
         num_slots = runner.tables.padding_slot
         self._results = ResultRing(num_slots, runner.tables.device)
+        # Kernels are compiled by launch shape, and a shape follows from the bound on lengths: on a GPU steps outside of
+        # graphs take that of the graphs, and with it their kernels. On a CPU the bound is work.
+        is_cpu = runner.tables.device.type == "cpu"
+        self._longest = None if is_cpu else max(graph_max_lengths)
         self._flavours = SlotFlavours()
         self.graphs = (
             DecodeGraphs(self._decode_step, max_rows=num_slots, max_lengths=graph_max_lengths)
@@ -74,6 +78,7 @@ class PlainDecoder:
             num_pages=min(pages.shape[0] for pages in self.runner.kv_pages),
             num_slots=self._tables.padding_slot,
             max_tokens=min(self._tables.max_step_tokens, self._tables.context_tokens - 1),
+            has_graphs=self.graphs is not None,
         )
         for plan in steps:
             report(f"warming up: a step of {plan.num_tokens} tokens")
@@ -121,7 +126,7 @@ class PlainDecoder:
         num_rows = len(plan.decode)
         if self.graphs is None:
             self._tables.send_decode(plan, num_rows)
-            return self._decode_step(num_rows, plan.max_length, flavour)
+            return self._decode_step(num_rows, self._longest or plan.max_length, flavour)
         num_rows = self.graphs.bucket(num_rows)
         self.graphs.ensure(num_rows, plan.max_length, flavour, self._send_padding)
         self._tables.send_decode(plan, num_rows)
@@ -135,7 +140,7 @@ class PlainDecoder:
 
     @torch.inference_mode()
     def _mixed_step(self, plan: StepPlan, flavour: SampleFlavour) -> Sampled | None:
-        inputs, logits_SV = self.runner.forward(plan)
+        inputs, logits_SV = self.runner.forward(plan, max_length=self._longest)
         return None if logits_SV is None else self._sample(inputs, logits_SV, flavour)
 
     def _sample(self, inputs: StepInputs, logits_SV: Tensor, flavour: SampleFlavour) -> Sampled:

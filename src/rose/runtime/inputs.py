@@ -194,9 +194,12 @@ class DeviceTables:
             sampling=SamplingBatch.of(seed_S, top_k_S, floats_FS),
         )
 
-    def mixed_inputs(self, plan: StepPlan, kv_pages: list[Tensor]) -> StepInputs:
+    def mixed_inputs(
+        self, plan: StepPlan, kv_pages: list[Tensor], *, max_length: int | None = None
+    ) -> StepInputs:
         """Send a step with prompts in it and return its inputs.
 
+        Units    max_length: what decode launches rely on; None: the plan's own
         Aliasing  sets lengths_R and the rows of new slots; applies the page updates
         """
         sent = _MixedStep(self, plan)
@@ -219,7 +222,7 @@ class DeviceTables:
             num_tokens=plan.num_tokens,
             num_decode=num_decode,
             max_query_tokens=max(e.num_tokens for e in plan.prefill),
-            max_length=plan.max_length,
+            max_length=plan.max_length if max_length is None else max_length,
             positions_T=parts["positions"],
             lengths_S=lengths_S,
             query_starts_N1=parts["starts"],

@@ -22,16 +22,20 @@ class ModelRunner:
         """Per layer [pages, 2, G, L, D]; replaced once, when the memory plan is made."""
 
     @torch.inference_mode()
-    def forward(self, plan: StepPlan) -> tuple[StepInputs, Tensor | None]:
+    def forward(
+        self, plan: StepPlan, *, max_length: int | None = None
+    ) -> tuple[StepInputs, Tensor | None]:
         """Send a step and enqueue it eagerly.
 
+        Units    max_length: what decode launches rely on; None: the plan's own
         Returns  its inputs, and float32 logits [S, V] of the rows that sample; None where no row does
         """
+        max_length = plan.max_length if max_length is None else max_length
         if plan.prefill:
-            inputs = self.tables.mixed_inputs(plan, self.kv_pages)
+            inputs = self.tables.mixed_inputs(plan, self.kv_pages, max_length=max_length)
             return inputs, self._logits(inputs)
         self.tables.send_decode(plan, len(plan.decode))
-        return self.forward_decode(len(plan.decode), plan.max_length)
+        return self.forward_decode(len(plan.decode), max_length)
 
     @torch.inference_mode()
     def forward_decode(self, num_rows: int, max_length: int) -> tuple[StepInputs, Tensor]:

@@ -35,7 +35,12 @@ class Launch:
     """Programmatic dependent launch."""
 
 
-@triton.jit
+# Where a step's pages and lengths lie, and how wide its table is, changes from step to step. They are read one by one:
+# knowing more of them gave the same machine code (pages of 64), compiled again in the middle of serving.
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["table_ptr", "lengths_ptr"],
+)
 def _part_kernel(
     q_ptr, kv_ptr, table_ptr, lengths_ptr, sinks_ptr, out_ptr, part_ptr, stats_ptr,
     scale_log2, q_stride, table_stride, page_stride, value_stride, head_stride,
@@ -135,7 +140,7 @@ def _part_kernel(
         tl.store(stats_ptr + place * 2 + 1, total, mask=is_head)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["lengths_ptr"])
 def _combine_kernel(
     part_ptr, stats_ptr, lengths_ptr, out_ptr,
     NUM_HEADS: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PADDED: tl.constexpr,
@@ -165,12 +170,16 @@ def choose(num_sequences: int, num_kv_heads: int, max_length: int, window: int |
 
     Four programs per SM are wanted: fewer leave the memory idle, more pay for their combination. Windows of
     two pages need no loop; from 64 sequences on, smaller programs fit more to an SM.
+
+    Each number of parts is a kernel of its own. Sequences count as the next power of two, so that steps outside of
+    graphs, which have any number, need no other kernels than graphs; with eight kv heads the sizes that graphs are
+    captured for get the parts that they would get anyway.
     """
     if window is not None:
         if num_sequences < 64:
             return Launch(block_tokens=128, num_splits=1, num_warps=4, num_stages=1)
         return Launch(block_tokens=64, num_splits=1, num_warps=2, num_stages=2)
-    wanted = ceil_div(132 * 4, num_sequences * num_kv_heads)
+    wanted = ceil_div(132 * 4, next_power_of_two(num_sequences) * num_kv_heads)
     # A part of less than two blocks costs more in the combination than it gains.
     most = max(1, max_length // 128)
     return Launch(

@@ -66,7 +66,10 @@ def _attend(
     return acc, m, total
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_stride", "num_tiles"],
+    do_not_specialize_on_alignment=["table_ptr", "starts_ptr", "lengths_ptr"],
+)
 def _prefill_kernel(
     q_ptr, kv_ptr, table_ptr, starts_ptr, lengths_ptr, sinks_ptr, out_ptr,
     scale_log2, q_stride, table_stride, page_stride, value_stride, head_stride, num_tiles,

@@ -13,7 +13,13 @@ _BLOCK = 2048
 """Page-table columns per load: the whole table of a 131072-token context with pages of 64."""
 
 
-@triton.jit
+@triton.jit(
+    # Parts of what was received, an odd number of rows apart where the rows are odd; read and written one by one.
+    do_not_specialize_on_alignment=[
+        "slots_ptr", "columns_ptr", "ids_ptr",
+        "positions_ptr", "next_positions_ptr", "kv_slots_ptr", "seed_ptr", "top_k_ptr",
+    ],
+)  # fmt: skip
 def _kernel(
     slots_ptr, columns_ptr, ids_ptr,
     pages_ptr, lengths_ptr, last_tokens_ptr, ints_ptr, floats_ptr,

@@ -12,7 +12,7 @@ _BLOCK = 4096
 """Logits per program: 50 programs a row at gpt-oss's vocabulary. Guessed, not tuned."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def _kernel(
     slots_ptr, masks_ptr, logits_ptr, num_words, vocab, logits_stride,
     BLOCK: tl.constexpr,

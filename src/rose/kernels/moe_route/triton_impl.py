@@ -38,7 +38,7 @@ def choose_best(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _kernel(
     x_ptr, w_ptr, bias_ptr, ids_ptr, weights_ptr, num_tokens,
     D: tl.constexpr, E: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr,

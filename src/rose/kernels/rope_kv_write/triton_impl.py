@@ -13,7 +13,7 @@ from rose.kernels.triton_kv import as_stored
 from rose.utils.math import next_power_of_two
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
 def _kernel(
     qkv_ptr, positions_ptr, cos_sin_ptr, slots_ptr, kv_ptr,
     qkv_stride, page_stride, value_stride, head_stride,
