@@ -37,6 +37,7 @@ def _status():
         num_refused=7,
         num_expired=8,
         num_aborted=9,
+        num_late_kernels=10,
         histograms=histograms,
     )
 
@@ -79,6 +80,7 @@ def test_the_engines_state_is_published():
     assert found["rose_admission_rejections_total"] == 7
     assert found["rose_requests_expired_total"] == 8
     assert found["rose_requests_aborted_total"] == 9
+    assert found["rose_late_kernels_total"] == 10
     assert found["rose_engine_restarts_total"] == 2
     assert found["rose_requests_sent_again_total"] == 2
     assert found["rose_request_queue_seconds_count"] == 7

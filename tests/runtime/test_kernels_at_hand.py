@@ -60,6 +60,7 @@ def test_serving_needs_no_kernel_that_the_start_has_not_compiled():
         "late_kernels(60, scheduler=few, context_tokens=20011)",
     )
     assert served["late"] == eager["late"] == few["late"] == []
+    assert served["counted"] == eager["counted"] == 1
     assert served["at_start"] <= 49, (
         "the start takes about 0.4 s for each; say in performance.md why it grew"
     )

@@ -57,6 +57,8 @@ class LoadResult:
     """Whose times per token these are."""
     first_token_ms: list[float]
     token_ms: list[float]
+    step_ms: list[float]
+    """From one step's tokens to the next one's."""
 
 
 class Clients:
@@ -111,6 +113,7 @@ def closed_loop(
         clients.add(input_tokens, lengths.randint(1, output_tokens), is_filled=is_filled)
     begin: float | None = None
     whole: list[Timeline] = []
+    step_ends: list[float] = []
     first = set(clients.timelines)
     while len(whole) < requests:
         if begin is not None and seconds is not None and time.perf_counter() - begin > seconds:
@@ -118,6 +121,8 @@ def closed_loop(
         ended = clients.step()
         if begin is None and all(clients.timelines[i].tokens for i in first):
             begin = time.perf_counter()
+        if begin is not None:
+            step_ends.append(time.perf_counter())
         for request_id in ended:
             timeline = clients.timelines[request_id]
             if begin is not None and timeline.begin >= begin:
@@ -147,6 +152,7 @@ def closed_loop(
         num_requests=len(timed),
         first_token_ms=first_tokens,
         token_ms=[t.token_ms for t in timed],
+        step_ms=[(b - a) * 1e3 for a, b in itertools.pairwise(step_ends)],
     )
 
 

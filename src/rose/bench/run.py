@@ -217,6 +217,7 @@ def _load_of_fitting(
     is_filled: bool,
 ) -> None:
     device, steps = session.engine.model.device, session.engine.counters.num_steps
+    late = session.engine.count_late_kernels()
     held = _held_bytes(device)
     result = closed_loop(
         session.engine,
@@ -241,6 +242,10 @@ def _load_of_fitting(
         requests=result.num_requests,
         steps=session.engine.counters.num_steps - steps,
         memory_growth_bytes=_held_bytes(device) - held,
+        late_kernels=session.engine.count_late_kernels() - late,
+        step_ms=round(statistics.median(result.step_ms), 3),
+        step_ms_p99=percentile(result.step_ms, 99),
+        step_ms_most=round(max(result.step_ms), 3),
         seconds=round(result.seconds, 3),
         output_tokens_per_s=round(result.output_tokens_per_s, 2),
         token_ms=round(statistics.median(token), 4),

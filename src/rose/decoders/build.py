@@ -69,6 +69,8 @@ def build_decoder(
     sampler = Sampler.build(model.config.vocab_size, device, kernels=config.kernels)
     decoder = build(config, assembly.runner, sampler, assembly.memory.context_tokens)
     decoder.warm_up(report)
+    if device.kind == "cuda":
+        assembly.late_kernels.watch()
     return BuiltDecoder(
         decoder=decoder,
         config=config,

@@ -103,6 +103,8 @@ class LLMEngine:
         """How long it took to build; set by who knows."""
         self.quant: QuantConfig | None = None
         """Formats of the model, resolved; set by who knows."""
+        self.count_late_kernels: Callable[[], int] = int  # 0
+        """Return how many kernels were compiled while serving; set by who knows."""
         self.on_begin: Callable[[], None] = _do_nothing
         """Called when a step is about to be launched; `clock.bound_s` says how long that may take."""
         self.step = self._step_overlapped if is_overlapped else self._step_in_turn
@@ -176,6 +178,8 @@ class LLMEngine:
             seed=built.config.seed,
         )
         engine.quant = built.config.quant
+        late = built.assembly.late_kernels
+        engine.count_late_kernels = lambda: late.num
         if built.assembly.device.kind == "cuda":
             engine.clock.first_s = FIRST_SECONDS
         return engine
@@ -312,6 +316,7 @@ class LLMEngine:
             num_expired=self.counters.num_expired,
             num_aborted=self.counters.num_aborted,
             num_grammar_failures=self.counters.num_grammar_failures,
+            num_late_kernels=self.count_late_kernels(),
             start_s=self.start_s,
             histograms={name: h.buckets() for name, h in self.counters.histograms.items()},
             step_bound_s=self.clock.bound_s,

@@ -134,6 +134,10 @@ def _counters(status: EngineStatus) -> Iterator[Metric]:
             "Requests whose grammar could not be built, or stopped them",
             status.num_grammar_failures,
         ),
+        "rose_late_kernels": (
+            "Kernels compiled while serving, which every running sequence waited for; each is named in the log",
+            status.num_late_kernels,
+        ),
         "rose_requests_expired": ("Requests whose time was up", status.num_expired),
         "rose_requests_aborted": (
             "Requests taken back: client gone, stop string found",

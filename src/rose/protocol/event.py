@@ -104,6 +104,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     num_aborted: int = 0
     """Requests that their frontend took back."""
     num_grammar_failures: int = 0
+    num_late_kernels: int = 0
+    """Compiled while serving: every running sequence waited."""
     start_s: float = 0.0
     """How long the engine took to load, measure and capture."""
     histograms: dict[str, Buckets] = {}

@@ -9,6 +9,7 @@ import torch
 
 from rose.cache.layout import CacheLayout
 from rose.config.engine import EngineConfig
+from rose.kernels.late import LateKernels
 from rose.models.base import CausalLM
 from rose.runtime.inputs import DeviceTables
 from rose.runtime.limits import context_limit, require_one_device
@@ -40,6 +41,8 @@ class Assembly:
     """Limit of the model and the configuration, whatever KV can hold."""
     measured: MemoryUse
     """What was found after loading; on a CPU weights alone."""
+    late_kernels: LateKernels
+    """What is compiled once the decoder is warm."""
     memory_lines: tuple[str, ...]
     """The plan in words; where it was printed before loading, how it came out."""
 
@@ -102,6 +105,7 @@ def assemble(
         memory=memory,
         context_tokens=context_tokens,
         measured=use,
+        late_kernels=LateKernels(),
         memory_lines=tuple(lines),
     )
 
