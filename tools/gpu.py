@@ -272,6 +272,12 @@ def _sized_steps(size: str, asked: Asked) -> Iterator[Step]:
             name, "sweep", *common, "--until", UNTIL, *cells, seconds=setup + seconds,
             least=setup + LEAST_CELLS,
         )  # fmt: skip
+    few = size == "tiny"
+    yield step(
+        "load", "load", "--fill", "--seconds", "1" if few else "8",
+        "--input-tokens", "32" if few else "1024", "--output-tokens", "16" if few else "1024",
+        "--in-flight", "1,2" if few else "32,128", *common, seconds=setup + 25,
+    )  # fmt: skip
     cells = [word for part in shape.narrow for word in part]
     yield step(
         "FP8 KV", "sweep", "--kv", "fp8_e4m3", *common, "--until", UNTIL, *cells,

@@ -17,6 +17,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from triton import knobs
+from triton.runtime import driver, jit
 
 from rose.config.cache import CacheConfig
 from rose.config.engine import EngineConfig
@@ -37,6 +39,7 @@ from rose.utils.device import H200
 Keys = set[tuple[str, str]]
 """Kernel and what it is specialised for."""
 
+_LAUNCH: Any = jit.JITFunction.run
 _IS_CUDA = Tensor.is_cuda.__get__  # a new object at every look
 _PRODUCTS = (torch.mm, torch.addmm, Tensor.mm, Tensor.addmm)
 _EMPTY = (torch.empty, torch.empty_like, Tensor.new_empty)
@@ -102,8 +105,6 @@ def recording() -> Iterator[Keys]:
 
     HAZARD: changes Triton and torch for the whole process while it lasts.
     """
-    from triton.runtime import driver, jit
-
     found: Keys = set()
 
     def run(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -146,6 +147,11 @@ def recording() -> Iterator[Keys]:
         patch(cuda_impl, "num_multiprocessors", lambda _: 132)
         stack.enter_context(HostAsDevice())
         yield found
+
+
+def compile_only(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compile what a launch would need, for sm_90a; inside `recording`."""
+    return _LAUNCH(function, *args, **{**kwargs, "grid": None, "warmup": True})
 
 
 class _RunGraphs(DecodeGraphs):
@@ -243,8 +249,6 @@ def late_kernels(
 
     Also how many of these the engine counts, once Triton says that it has compiled one.
     """
-    from triton import knobs
-
     with recording() as found:
         served = engine(**choices)
         at_start = set(found)
