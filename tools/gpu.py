@@ -401,7 +401,7 @@ class Run:
         compiling = COMPILE_SECONDS if step.has_engine and self.is_cold else 0
         seconds, left = step.seconds + compiling, self.left()
         if step.least is not None and step.least + compiling <= left:
-            seconds = min(seconds, math.ceil(left))
+            seconds = math.ceil(min(seconds, left))  # in this order: infinity has no ceiling
         # As long again and half a minute: an estimate that is wrong should cost no result.
         limit = min(2 * seconds + 30, left)
         lacks = "; ".join(missing(step))

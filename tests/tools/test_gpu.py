@@ -300,6 +300,15 @@ def test_a_step_that_ends_by_itself_is_taken_where_its_first_part_fits(gpu, capf
     assert f"would run, about {80 + gpu.COMPILE_SECONDS} s" in told
 
 
+def test_without_a_budget_such_a_step_is_taken_whole(gpu, capsys):
+    for is_dry in (True, False):
+        step = _step(gpu, "sweep", "pass", seconds=400, least=80)
+        assert gpu.run([step], is_dry=is_dry) == 0
+    assert "would run, about 400 s, 830 s at most" in capsys.readouterr().out
+    for verb in ("check", "bench"):
+        assert gpu.main([verb, "--dry-run"]) == 0
+
+
 def test_a_step_learns_when_to_begin_nothing_more(gpu, capfd):
     step = _step(gpu, "sweep", f"print('until', {gpu.UNTIL!r})", seconds=30)
     assert gpu.run([step], is_dry=False) == 0
@@ -344,6 +353,29 @@ def test_unknown_words_are_answered_with_the_steps_there_are(gpu, capsys):
     with pytest.raises(SystemExit):
         gpu.main(["bench", "--sizes", "7b"])
     assert "takes 20b, 120b, tiny" in capsys.readouterr().err
+
+
+def test_every_step_that_the_pages_name_exists(gpu):
+    steps = {
+        "check": list(gpu.check_steps(_asked(gpu))),
+        "bench": list(gpu.bench_steps(_asked(gpu))),
+    }
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    named = [
+        found
+        for page in pages
+        for found in re.findall(r'make gpu-(check|bench) ONLY="([^"]+)"', page.read_text())
+    ]
+    performance = (ROOT / "docs" / "performance.md").read_text()
+    _, table = performance.split("\n## Not measured\n")
+    rows = [row for row in table.split("\n## ")[0].splitlines() if row.startswith("| ")][1:]
+    for row in rows:
+        words = re.findall(r'`"([^"]+)"`( \(check\))?', row.split("|")[-2])
+        assert words, row
+        named += [("check" if is_check else "bench", only) for only, is_check in words]
+    assert len(named) > len(rows)
+    for verb, only in named:
+        assert gpu.chosen(steps[verb], only), only  # raises for words that are in no name
 
 
 def test_make_hands_its_variables_over():
