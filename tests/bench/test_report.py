@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rose.bench.charts import decode_lines, decode_points, draw
+from rose.bench.charts import decode_lines, decode_points, draw, load_lines
 from rose.bench.cost import line_cost, usd_per_million
 from rose.bench.report import markdown, mixed_models, num_short, summary, verdict
 from rose.bench.results import read
@@ -132,6 +132,23 @@ def test_an_option_of_the_closed_loop_does_not_take_a_lines_place(tmp_path):
     assert results.num_aside == 1
 
 
+def test_the_newest_load_of_a_number_in_flight_counts_however_long_it_was_timed(tmp_path):
+    times = dict.fromkeys(("first_token_ms", "first_token_ms_p99", "token_ms", "token_ms_p99"), 4.0)
+    load = {**LINE, "bench": "load", "input_tokens": 8, "output_tokens": 4, "in_flight": 32,
+            "output_tokens_per_s": 6000.0, "timed": "what was seen, 8 s at most, first prompts made up",
+            "date": "2026-12-01T09:00:00+00:00", **times}  # fmt: skip
+    older = {**load, "timed": "what was seen, 4 s at most, first prompts made up",
+             "output_tokens_per_s": 7000.0, "date": "2026-12-01T08:00:00+00:00"}  # fmt: skip
+    computed = {**older, "timed": "what was seen, 0.5 s at most", "output_tokens_per_s": 5000.0}
+    more = {**load, "in_flight": 8, "output_tokens_per_s": 2000.0}
+    cpu = {**load, "device": "cpu", "output_tokens_per_s": 1.0}
+    results = _read(tmp_path, load, older, computed, more, cpu)
+    found = sorted(x["output_tokens_per_s"] for x in results.others["load"])
+    assert found == [1.0, 2000.0, 5000.0, 6000.0]
+    [lines] = load_lines(results).values()
+    assert [(x["in_flight"], x["output_tokens_per_s"]) for x in lines] == [(8, 2000), (32, 6000)]
+
+
 def test_a_start_line_needs_no_kv_format(tmp_path):
     start = {**LINE, "bench": "start", "cached": True, "median": 9.0}
     del start["kv"], start["distinct_experts"]
@@ -247,13 +264,23 @@ def test_report_and_charts_are_written_with_links_from_the_report(tmp_path, caps
     pytest.importorskip("matplotlib")
     path = tmp_path / "r.jsonl"
     decode = {**LINE, "bench": "decode", "batch": 8, "context": 8192, "median": 4.0}
-    path.write_text("\n".join(json.dumps(x) for x in (LINE, decode)))
+    load = {**LINE, "bench": "load", "input_tokens": 8, "output_tokens": 4, "in_flight": 32,
+            "output_tokens_per_s": 6000.0, "timed": "whole requests", "first_token_ms": 9.0,
+            "first_token_ms_p99": 11.0, "token_ms": 4.0, "token_ms_p99": 5.0}  # fmt: skip
+    path.write_text("\n".join(json.dumps(x) for x in (LINE, decode, load)))
     out, charts = tmp_path / "docs" / "results.md", tmp_path / "docs" / "charts"
     assert run(["bench", "report", str(path), "--out", str(out), "--charts", str(charts)]) == 0
     assert "2 of 20 cells" in capsys.readouterr().out
     assert "](charts/cost.png)" in out.read_text()
-    for name in ("cost.png", "prefill.png"):
+    assert "](charts/load.png)" in out.read_text()
+    for name in ("cost.png", "prefill.png", "load.png"):
         assert (charts / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_a_load_there_is_no_chart_of_it(tmp_path):
+    pytest.importorskip("matplotlib")
+    names = [path.name for _, path in draw(_read(tmp_path, LINE), TARGETS, tmp_path)]
+    assert names == ["cost.png", "prefill.png"]
 
 
 def test_absent_matplotlib_is_told(tmp_path, monkeypatch):

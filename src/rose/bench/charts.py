@@ -1,4 +1,4 @@
-"""Charts of result files: cost against speed for a user, and prefill against length. Needs matplotlib."""
+"""Charts of result files: cost against speed for a user, prefill against length, the closed loop. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rose.bench.cost import PRICE, usd_per_million
+from rose.bench.cost import PRICE, is_priced, usd_per_million
 from rose.bench.results import Line, Results
 from rose.bench.targets import Targets
 from rose.utils.errors import RoseError
 
 MODELS = ("20b", "120b")
 OURS, OTHER, LIMIT, PAST = "#c2185b", "#37474f", "#9e9e9e", "#8d6e63"
+LOAD_SHADES = (OURS, "#1565c0", "#2e7d32", "#ef6c00")
+"""Of the closed loop's curves, in their order."""
 STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.spines.top": False,
@@ -39,16 +41,18 @@ def draw(
         ) from None
     mpl.use("agg")
     folder.mkdir(parents=True, exist_ok=True)
-    cost, prefill = folder / "cost.png", folder / "prefill.png"
+    cost, prefill, load = (folder / f"{name}.png" for name in ("cost", "prefill", "load"))
     with mpl.rc_context(STYLE):
         _cost_chart(results, targets, cost, price)
         _prefill_chart(results, targets, prefill)
+        made = _load_chart(results, load)
     return [
         (
             f"Cost per million output tokens against tokens/s per user, at {price:g} USD per GPU hour",
             cost,
         ),
         ("Prefill latency against prompt length", prefill),
+        *([("Closed loop: output tokens/s and time to the first token", load)] if made else []),
     ]
 
 
@@ -82,14 +86,16 @@ def _of(results: Results, bench: str, model: str) -> list[Line]:
     ]
 
 
-def _figure(title: str) -> tuple[Any, Any]:
+def _figure(
+    title: str, names: Sequence[str] = tuple(f"gpt-oss-{m}" for m in MODELS)
+) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.6, 4.2), dpi=150, layout="constrained")
-    axes = figure.subplots(1, len(MODELS))
+    axes = figure.subplots(1, len(names))
     figure.suptitle(title, fontsize=11)
-    for axis, model in zip(axes, MODELS, strict=True):
-        axis.set_title(f"gpt-oss-{model}", fontsize=10)
+    for axis, name in zip(axes, names, strict=True):
+        axis.set_title(name, fontsize=10)
     return figure, axes
 
 
@@ -127,7 +133,12 @@ def _cost_chart(results: Results, targets: Targets, path: Path, price: float) ->
 
 
 def _plot_points(
-    axis: Any, points: list[Point], style: dict[str, Any], *, has_labels: bool = False
+    axis: Any,
+    points: list[Point],
+    style: dict[str, Any],
+    *,
+    has_labels: bool = False,
+    label_at: tuple[int, int] = (5, -9),
 ) -> None:
     if not points:
         return
@@ -136,7 +147,7 @@ def _plot_points(
         axis.annotate(
             str(batch),
             (x, y),
-            xytext=(5, -9),
+            xytext=label_at,
             textcoords="offset points",
             fontsize=7.5,
             color=style["color"],
@@ -177,6 +188,54 @@ def _prefill_chart(results: Results, targets: Targets, path: Path) -> None:
         axis.legend(loc="upper left")
     axes[0].set_ylabel("seconds to the first token")
     figure.savefig(path)
+
+
+Curve = tuple[str, int, int]
+"""Model, tokens in, tokens out."""
+
+
+def load_lines(results: Results) -> dict[Curve, list[Line]]:
+    """Return the closed loop's lines of one kind of GPU by curve and number in flight, the newest of each number."""
+    found: dict[Curve, dict[int, Line]] = {}
+    lines = filter(is_priced, results.others.get("load", []))
+    for line in sorted(lines, key=lambda x: x.get("date", "")):
+        curve = (line["model"], line["input_tokens"], line["output_tokens"])
+        found.setdefault(curve, {})[line["in_flight"]] = line
+    return {c: [found[c][n] for n in sorted(found[c])] for c in sorted(found)}
+
+
+def _load_chart(results: Results, path: Path) -> bool:
+    """Draw the closed loop; False where nothing of it was measured."""
+    curves = load_lines(results)
+    if not curves:
+        return False
+    title = "Closed loop on one H200; numbers are requests in flight"
+    figure, (rate, first) = _figure(title, ("Output", "First token, median and p99 (thin)"))
+    shades = [*LOAD_SHADES, *[PAST] * len(curves)]
+    for color, ((model, given, made), lines) in zip(shades, curves.items(), strict=False):
+        style = {"color": color, "marker": "o", "label": f"{model}, {given} in, {made} out"}
+        points = [(1e3 / x["token_ms"], x["output_tokens_per_s"], x["in_flight"]) for x in lines]
+        _plot_points(rate, points, style, has_labels=True, label_at=(3, 4))
+        in_flight = [x["in_flight"] for x in lines]
+        first.plot(in_flight, [x["first_token_ms"] for x in lines], lw=1.6, ms=4, **style)
+        first.plot(in_flight, [x["first_token_ms_p99"] for x in lines], lw=0.8, color=color)
+    rate.set_xlim(left=0)
+    rate.set_yscale("log")
+    rate.yaxis.set_major_formatter(_plain)
+    rate.yaxis.set_minor_formatter(_sparse)
+    rate.set_xlabel("tokens/s per user")
+    rate.set_ylabel("output tokens/s")
+    first.set_xscale("log", base=2)
+    first.set_yscale("log")
+    first.set_xlabel("requests in flight")
+    first.set_ylabel("ms")
+    first.xaxis.set_major_formatter(_plain)
+    first.yaxis.set_major_formatter(_plain)
+    first.yaxis.set_minor_formatter(_sparse)
+    for axis in (rate, first):
+        axis.legend(loc="best")
+    figure.savefig(path)
+    return True
 
 
 def _plain(value: float, _position: int) -> str:

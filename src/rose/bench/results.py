@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,7 +77,7 @@ def read(paths: Iterable[Path]) -> Results:
             elif all(line.get(name) is not None for name in TABLES.get(bench, ("no table",))) and (
                 "error" not in line
             ):
-                _newest(others.setdefault(bench, {}), tuple(map(line.get, TABLES[bench])), line)
+                _newest(others.setdefault(bench, {}), _apart(line, TABLES[bench]), line)
             else:
                 results.num_aside += 1
     results.options = list(options.values())
@@ -98,6 +99,14 @@ def _lines(path: Path) -> Iterable[tuple[str, Line]]:
         if not isinstance(line, dict):
             raise RoseError(f"{path}:{number} is no JSON object; remove the line")
         yield f"{path}:{number}", line
+
+
+def _apart(line: Line, names: Iterable[str]) -> tuple[Any, ...]:
+    """Return what tells a line apart; for how long it was timed does not: the newest counts, not the longest."""
+    return tuple(
+        re.sub(r"[\d.e+-]+ s at most", "", line[name]) if name == "timed" else line[name]
+        for name in names
+    )
 
 
 def _take(results: Results, options: dict[Any, Line], place: str, line: Line) -> None:
