@@ -340,13 +340,6 @@ def _kernel_steps(asked: Asked) -> Iterator[Step]:
     splits = ("benchmarks/attention_decode_splits.py", "--seconds", "90", *json)
     packages = ("torch", "triton", *ENGINE_PACKAGES)
     yield Step(name="attention splits", words=splits, seconds=105, packages=packages, tools=())
-    for what, words in WIDE_TRIALS if "120b" in asked.sizes else ():
-        line = tuple(f"benchmarks/cuda_wide_trial.py wide bench {words} --size 120b".split())
-        line += ("--device", asked.device, *asked.record("wide"))  # apart: not what is bound
-        yield Step(
-            name=f"120b wide experts, {what}", words=line, seconds=70, packages=packages,
-            has_engine=what == "latency",
-        )  # fmt: skip
     words = ("-m", "rose.bench.kernels", "--device", asked.device, *json)
     yield Step(name="kernels", words=words, seconds=300)
 
@@ -355,18 +348,8 @@ KERNEL_SCRIPTS = (
     ("draw", "decode_variants2.py --ops sample --only cluster --batches 128 32 8", 40),
     ("decode experts", "decode_variants2.py --ops 20b 120b --batches 24 48 192", 100),
     ("prefill experts, swapped", "moe_prefill_swapped.py", 59),
-    (
-        "prefill experts, wide",
-        "moe_prefill_wide.py --ways wide wide_promote wide_groups --in-one-piece",
-        90,
-    ),
 )
 """Name, script and its words, seconds that it is given."""
-WIDE_TRIALS = (
-    ("accuracy", "accuracy --layers 2"),
-    ("latency", "latency --batches 1 --repeats 2 --weights mxfp4"),
-)
-"""`rose bench` with the unbound wide experts in the place of the bound ones: what, and its words."""
 
 
 def missing(step: Step) -> list[str]:

@@ -87,7 +87,7 @@ def test_the_rounding_of_the_experts_is_that_of_the_kernel_which_takes_so_many_t
     assert prefill_kernels(model, 2048) == {"moe_experts": "cuda_swapped"}
     assert prefill_rounding(model, 2048) == ("fp8_group128", "fp8_group128")
     assert prefill_kernels(model, 2049) == {"moe_experts": "cuda_wide"}
-    assert prefill_rounding(model, 2049) == ("fp8_token", "fp8_group128")
+    assert prefill_rounding(model, 2049) == ("fp8_token", "fp8_swiglu")
 
 
 def test_a_token_with_one_scale_is_rounded_as_one_group_of_all_its_columns():

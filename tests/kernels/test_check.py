@@ -224,10 +224,16 @@ def test_an_attention_that_sees_one_token_too_many_fails():
         assert outcome(too_wide, operation="attention_decode", case=cases[name]).status == status
 
 
-def test_rounded_activations_are_compared_with_a_reference_that_rounds_them():
+@pytest.mark.parametrize(
+    ("formats", "other"),
+    [
+        (("fp8_group128", "fp8_group64"), None),
+        (("fp8_token", "fp8_swiglu"), ("fp8_token", "fp8_group128")),
+    ],
+)
+def test_rounded_activations_are_compared_with_a_reference_that_rounds_them(formats, other):
     cases = {c.name: c for c in cases_module("moe_experts").CASES}
     module = __import__("rose.kernels.moe_experts.reference", fromlist=["reference"])
-    formats = ("fp8_group128", "fp8_group64")
 
     def quantising(
         x_TD,
@@ -252,6 +258,8 @@ def test_rounded_activations_are_compared_with_a_reference_that_rounds_them():
 
     options = {"operation": "moe_experts", "case": cases["bf16_by_fp8_block"]}
     assert outcome(quantising, activation_rounding=formats, **options).status == "ok"
+    if other is not None:
+        assert outcome(quantising, activation_rounding=other, **options).status == "failed"
     # Nobody may round in silence, nor declare a rounding that does not happen.
     assert outcome(quantising, **options).status == "failed"
     assert outcome(module.reference, activation_rounding=formats, **options).status == "failed"

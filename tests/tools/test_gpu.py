@@ -63,7 +63,7 @@ def test_every_rose_command_line_is_taken(gpu, measured):
     asked = _asked(gpu, commit="abc")
     steps = [*gpu.check_steps(asked), *gpu.bench_steps(asked)]
     lines = [s.words[2:] for s in steps if s.words[2] == "bench"]
-    assert len(lines) == 6 + 2 * 7 + 2
+    assert len(lines) == 6 + 2 * 7
     for words in lines:
         result = CliRunner().invoke(cli, [w.replace(gpu.UNTIL, "60") for w in words])
         assert result.exit_code == 0, (words, result.output)

@@ -19,6 +19,7 @@ from torch import Tensor
 from rose.bench.build import setup
 from rose.bench.record import Origin, append
 from rose.kernels.formats import to_e4m3
+from rose.kernels.moe_experts.reference import rounded_swiglu
 from rose.kernels.quantize_activation.reference import rounded
 from rose.kernels.registry import REGIMES, implementations
 from rose.layers.build import LayerBuild
@@ -67,7 +68,8 @@ def rounded_experts(formats: tuple[str, str]) -> Iterator[None]:
             token, k = torch.where(experts_TK == e)
             u = inner_TD[token] @ w["mlp.mlp1_weight"][e].T + w["mlp.mlp1_bias"][e]
             a = reference.swiglu(u, config.swiglu_alpha, config.swiglu_limit)
-            y = rounded(a, formats[1]) @ w["mlp.mlp2_weight"][e].T + w["mlp.mlp2_bias"][e]
+            a = rounded_swiglu(a, formats[1], limit=config.swiglu_limit)
+            y = a @ w["mlp.mlp2_weight"][e].T + w["mlp.mlp2_bias"][e]
             out_TD.index_add_(0, token, weights_TK[token, k, None] * y)
         return out_TD, experts_TK
 

@@ -56,6 +56,8 @@ FP8_GROUP64 = TensorFormat(name="fp8_group64", element="e4m3", block=(1, 64), sc
 """Activations out of an epilogue whose tile is narrower than 128; 2880 = 45 x 64 leaves no tail."""
 FP8_TOKEN = TensorFormat(name="fp8_token", element="e4m3", block=(1, 1 << 30), scale="float32")
 """Activations: one multiplier per row, however long."""
+FP8_SWIGLU = TensorFormat(name="fp8_swiglu", element="e4m3")
+"""The SwiGLU between the experts' products: all numbers count in `swiglu_unit`, past 448 of them the largest."""
 FP8_E4M3 = TensorFormat(name="fp8_e4m3", element="e4m3")
 """KV: the numbers themselves, nearest even, past 448 the largest; no scales."""
 MXFP4 = TensorFormat(name="mxfp4", element="e2m1", block=(1, 32), scale="e8m0")
@@ -72,10 +74,16 @@ FORMATS = {
         FP8_GROUP128,
         FP8_GROUP64,
         FP8_TOKEN,
+        FP8_SWIGLU,
         MXFP4,
     )
 }
 _FORMAT_OF_DTYPE = {torch.float64: FLOAT64, torch.float32: FLOAT32, torch.bfloat16: BF16}
+
+
+def swiglu_unit(limit: float) -> float:
+    """Return the unit of FP8_SWIGLU: a SwiGLU is at most limit (limit + 1), which are 448 of it."""
+    return limit * (limit + 1) / E4M3_MAX
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

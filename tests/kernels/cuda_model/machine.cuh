@@ -253,7 +253,6 @@ inline auto max(A a, B b) {
 
 inline void __trap() { model::fail("trap"); }
 inline void __syncwarp() { model::warp_barrier(); }
-inline void __nanosleep(unsigned) { model::yield("sleep"); }
 
 inline void __syncthreads() {
   model::Block& b = *model::block;

@@ -141,6 +141,13 @@ def _edges() -> list[Case]:
             )
             for name, tokens, hit in (("spread", 2049, None), ("empty_experts", 2200, 3))
         ),
+        _case(
+            "mxfp4_prefill_long_constants",
+            2049,
+            {**RAGGED_BOTH, "D": 192, "I": 320, "E": 72},
+            constants=(1.25, 2.0),
+            weight_sum=0.6,
+        ),
         # 576 = 4 * 128 + 64: an even number of whole blocks behind the half one, as 2880 has.
         _case(
             "mxfp4_prefill_long_widths",
@@ -245,9 +252,9 @@ def rounded_tolerance(case: Case, rounding: tuple[str, ...]) -> Tolerance:
     return Tolerance(
         relative=2e-2,
         absolute=4e-2,
-        reason="where the SwiGLU differs by 2^-9 (rounded to bf16 first), about 5 % of its E4M3 values land "
-        "one step (up to 2^-3) away: sqrt(0.05) * 0.08 = 1.8e-2; leaving out the rounding altogether "
-        "would show as 3.7e-2",
+        reason="where the SwiGLU differs by 2^-9 (rounded to bf16 first; sums that stay in the tensor core cost half "
+        "of that), about 5 % of its E4M3 values land one step (up to 2^-3) away: sqrt(0.05) * 0.08 = 1.8e-2; leaving "
+        "out the rounding altogether would show as 3.7e-2",
     )
 
 

@@ -1,5 +1,5 @@
 // Grouped product of MXFP4 weights and E4M3 activations for Hopper, operands swapped as in prefill_swapped.cuh, but with
-// one scale per token: nothing happens to the sums of a tile until its end.
+// one scale for all columns of a token: nothing happens to the sums of a tile until its end.
 //
 // A tile is 128 rows of an expert's matrix and up to 256 of its tokens. Two warpgroups multiply 64 rows each by all of
 // the tile's tokens, 64 x 256 sums in 128 registers; one warp of a third fills the ring of stages by TMA.
@@ -7,9 +7,8 @@
 //   operand  of the stage after next is expanded into a second set of registers while the products of this one run, so
 //            that each warpgroup always has products on their way.
 //   scales   a token's one scale and the rows' one power of two meet the sums at the end of the tile.
-//   SwiGLU   leaves as bf16 (kBf16) for whoever rounds it in groups: so it is bound. Ways that are not bound
-//            (benchmarks/unbound/README.md) leave it as E4M3, in units of `hidden_scale`: it is at most
-//            limit (limit + 1), 448 of them, so that no largest number is looked for; and multiply it here, too.
+//   SwiGLU   leaves as E4M3 in units of `hidden_unit`, which are the scale of all tokens in down: it is at most
+//            limit (limit + 1), 448 of them, so that no largest number is looked for.
 //   sums     stay in the tensor core from the first product to the last: what its additions cut off is in
 //            docs/experiments/prefill_experts_wide.md.
 //   rows     gate and up of a channel lie in one thread: fragment row 8h + g of warp w of consumer c is channel
@@ -87,41 +86,22 @@ __device__ __forceinline__ void multiply_stage(float (&sums)[kN / 2], uint32_t (
 // 64 rows of a tile by one consumer, from the first stage, the half one, to the last. LIMIT: K = 128 k + 64; were a first
 // half stage a choice, ptxas would serialise all products, because their sums begin in two places.
 template <typename P, int kN>
-__device__ __forceinline__ void multiply_tile(float (&total)[kN / 2], const Problem& p, const Shared& at,
+__device__ __forceinline__ void multiply_tile(float (&sums)[kN / 2], const Problem& p, const Shared& at,
                                               Cursor<P::kStages>& ring) {
   const int thread = threadIdx.x, k_full = p.k / kBlockK;
   const Mine mine = Mine::of<P>(thread);
   uint32_t a[2][4][4], before = 0;
-  float part[kN / 2];  // of use only with kPromote
-  float(&sums)[kN / 2] = P::kPromote ? part : total;
-  if constexpr (P::kPromote) {
-#pragma unroll
-    for (int i = 0; i < kN / 2; ++i) total[i] = 0.f;
-  }
   expand<P, 2>(a[1], at.base + ring.stage * P::kStageBytes, mine, at.base + P::kTable);
   multiply_stage<P, kN, 2>(sums, a[1], a[0], at, ring, before, mine, 0, k_full > 0);
-  int accumulate = 1;
   for (int left = k_full; left > 0; left -= 2) {
-    multiply_stage<P, kN, 4>(sums, a[0], a[1], at, ring, before, mine, accumulate, left > 1);
+    multiply_stage<P, kN, 4>(sums, a[0], a[1], at, ring, before, mine, 1, left > 1);
     if (left == 1) break;
     multiply_stage<P, kN, 4>(sums, a[1], a[0], at, ring, before, mine, 1, left > 2);
-    if constexpr (P::kPromote) {
-      if (left == 2) break;
-      wgmma_wait<0>();
-      settle(part);
-#pragma unroll
-      for (int i = 0; i < kN / 2; ++i) total[i] += part[i];
-      accumulate = 0;
-    }
   }
   wgmma_wait<0>();
   settle(sums);
   __syncwarp();
   if (is_arriving()) mbarrier_arrive(before);
-  if constexpr (P::kPromote) {
-#pragma unroll
-    for (int i = 0; i < kN / 2; ++i) total[i] += part[i];
-  }
 }
 
 template <typename P, int kN>
@@ -133,8 +113,7 @@ __device__ __forceinline__ void consume_tile(const Problem& p, const Shared& at,
   const int thread = thread_again();
   const Place place = load_place(end + P::kPlaceAt);
   const uint32_t staged = at.base + P::kStaged + thread / 128 * P::kStagedBytes;
-  if constexpr (P::kBf16) store_bf16<P, kN>(total, p, place, end, staged, thread);
-  else if constexpr (P::kGateUp) store_hidden<P, kN>(total, p, place, end, staged, thread);
+  if constexpr (P::kGateUp) store_hidden<P, kN>(total, p, place, end, staged, thread);
   else store_rows<P, kN>(total, p, place, end, staged, thread);
 }
 
@@ -142,7 +121,7 @@ __device__ __forceinline__ void consume_tile(const Problem& p, const Shared& at,
 template <typename P, int kN, int... kWider>
 __device__ __forceinline__ void consume_by_width(const Problem& p, const Shared& at, Cursor<P::kStages>& ring, int tokens,
                                                  uint32_t end) {
-  if constexpr (sizeof...(kWider) == 0 || kN >= P::kTokens) {
+  if constexpr (sizeof...(kWider) == 0) {
     consume_tile<P, kN>(p, at, ring, end);
   } else {
     if (tokens <= kN) consume_tile<P, kN>(p, at, ring, end);
@@ -156,7 +135,6 @@ __device__ __forceinline__ void consume(const Problem& p, int num_items, const S
   const int consumer = uniform(threadIdx.x / 128);
   Cursor<P::kStages> ring;
   Cursor<2> ends;
-  if (consumer == 1) __nanosleep(p.late_ns);  // so that one's tile ends beside the other's products
   for (int round = 0; item_of_round(round) < num_items; ++round, ends.advance()) {
     mbarrier_wait(at.full + 8 * ring.stage, ring.parity);
     const uint32_t end = at.base + P::kEnds + ends.stage * P::kEndBytes;

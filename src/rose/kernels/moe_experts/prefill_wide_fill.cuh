@@ -2,14 +2,13 @@
 #pragma once
 
 #include "prefill_wide_plan.cuh"
-#include "prefill_wide_ptx.cuh"
 #include "ring.cuh"
 
 namespace rose::moe::wide {
 
 // What a tile's end needs, as this lane of the filling warp asks for it: scales of tokens times that of the rows, all
 // signs turned back, and the bias.
-template <int kTokens>
+template <bool kGateUp>
 struct End {
   float scales[kTokens / 32], bias[kItemRows / 32], row_scale;
 
@@ -17,7 +16,7 @@ struct End {
 #pragma unroll
     for (int i = 0; i < kTokens / 32; ++i) {
       const int token = min(32 * i + lane, place.rows - 1);
-      scales[i] = p.token_scales ? __ldg(p.token_scales + place.row + token) : p.token_scale;
+      scales[i] = kGateUp ? __ldg(p.token_scales + place.row + token) : p.hidden_unit;
     }
 #pragma unroll
     for (int i = 0; i < kItemRows / 32; ++i) {
@@ -47,7 +46,7 @@ __device__ __forceinline__ void fill(const Problem& p, int num_items, const Shar
   const int runs = (p.n + kItemRows - 1) / kItemRows;
   Cursor<P::kStages> ring;
   Cursor<2> ends;
-  End<P::kTokens> end;
+  End<P::kGateUp> end;
   Place place, next;
   bool has_next = item_of_round(0) < num_items;
   const auto look_up = [&](int round) {
@@ -95,12 +94,6 @@ __device__ __forceinline__ void fill(const Problem& p, int num_items, const Shar
       if (i == min(2, k_blocks - 1)) {
         has_next = item_of_round(++round) < num_items;
         if (has_next) look_up(round);
-      }
-      const int later = i + p.ahead;
-      if (lane == 0 && p.ahead > 0 && later < (has_next ? 2 * k_blocks : k_blocks)) {
-        const int of_tile = later < k_blocks ? later : later - k_blocks;
-        const int column = block_of(of_tile, k_full, k_blocks) * kRowCodes;
-        prefetch_3d(&p.codes, column, row_of(later < k_blocks ? place : next), 0);
       }
     }
   }

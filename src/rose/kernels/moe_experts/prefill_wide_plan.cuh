@@ -9,7 +9,7 @@ using swapped::block_of;
 using swapped::kBoxTokens;
 using swapped::kRowCodes;
 
-constexpr int kItemRows = 128;
+constexpr int kItemRows = 128, kTokens = 256;
 constexpr int kCodeBytes = kItemRows * kRowCodes, kOffsetBytes = kItemRows * 4;
 
 struct Problem {
@@ -17,25 +17,20 @@ struct Problem {
   // [E, ceil(N / 256), ceil(K / 128), 256] words (swapped_tables.py), of which a tile reads one half
   CUtensorMap x, codes, offsets;
   Rows rows;
-  const float* token_scales;  // [R], or null: `token_scale` for all
-  float token_scale;
-  const float* row_scales;  // [E, ceil(N / 128)]
-  const void* bias;         // [E, N]
+  const float* token_scales;  // [R], of gate-up
+  const float* row_scales;    // [E, ceil(N / 128)]
+  const void* bias;           // [E, N]
   int bias_is_bf16;
   int n, k;
-  uint8_t* hidden;
-  float alpha, limit, hidden_scale;
-  __nv_bfloat16* y;  // of down, or the SwiGLU with kBf16
-  int late_ns;  // by which the second consumer begins later; below what the ring holds
-  int ahead;    // stages by which codes are asked into the L2 cache before they are copied; 0: never
+  float hidden_unit;  // what the SwiGLU's E4M3 numbers count in: gate-up writes them, down reads them
+  float alpha, limit;
+  uint8_t* hidden;   // of gate-up
+  __nv_bfloat16* y;  // of down
 };
 
-// kPromote: sums leave the tensor core every two stages; totals and sums of 64 x 128 then fill the registers of 64 x 256.
-// kBf16: gate-up leaves its SwiGLU as bf16, columns in order, for whoever rounds it in groups.
-template <bool kGateUpP, bool kPromoteP, bool kBf16P = false>
+template <bool kGateUpP>
 struct Plan {
-  static constexpr bool kGateUp = kGateUpP, kPromote = kPromoteP, kBf16 = kBf16P;
-  static constexpr int kTokens = kPromote ? 128 : 256;
+  static constexpr bool kGateUp = kGateUpP;
   static constexpr int kStages = 4, kThreads = 384;
   static constexpr int kCodesAt = kTokens * kBlockK, kOffsetsAt = kCodesAt + kCodeBytes;
   static constexpr int kStageBytes = (kOffsetsAt + kOffsetBytes + 1023) / 1024 * 1024;

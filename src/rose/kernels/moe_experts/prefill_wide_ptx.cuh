@@ -1,19 +1,10 @@
-// Products with A in registers, as wgmma_fp8_registers.cuh has them, for more widths; what CUDA has no name for in
-// prefill_wide.cuh.
+// Products with A in registers, as wgmma_fp8_registers.cuh has them, for the widths of prefill_wide.cuh.
 // Kept apart so that a test can put a model of the machine in its place.
 #pragma once
 
-#include "tma.cuh"
 #include "wgmma_fp8.cuh"
 
 namespace rose::moe::wide {
-
-// A box into the L2 cache.
-__device__ __forceinline__ void prefetch_3d(const CUtensorMap* map, int x, int y, int z) {
-  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(reinterpret_cast<uint64_t>(map)),
-               "r"(x), "r"(y), "r"(z)
-               : "memory");
-}
 
 // clang-format off
 #define ROSE_8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])

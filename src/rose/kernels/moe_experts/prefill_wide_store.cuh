@@ -15,7 +15,7 @@ __device__ __forceinline__ void swiglu_pair(float (&hidden)[2], const float* tot
     const float scale = __uint_as_float(scales[c]);
     const float gate = fminf(total[c] * scale + gate_bias, limit);
     const float up = fminf(fmaxf(total[2 + c] * scale + up_bias, -limit), limit);
-    // As fast_swiglu, in units of hidden_scale.
+    // As fast_swiglu, in units of hidden_unit.
     hidden[c] = gate * fast_reciprocal(1.f + fast_exp2(alpha2 * gate)) * (up * inverse + inverse);
   }
 }
@@ -26,7 +26,7 @@ template <typename P, int kN>
 __device__ __forceinline__ void store_hidden(const float (&total)[kN / 2], const Problem& p, const Place& place,
                                              uint32_t end, uint32_t staged, int thread) {
   const int consumer = thread / 128, warp = thread % 128 / 32, lane = thread % 32;
-  const float alpha2 = -1.4426950408889634f * p.alpha, inverse = 1.f / p.hidden_scale;
+  const float alpha2 = -1.4426950408889634f * p.alpha, inverse = 1.f / p.hidden_unit;
   const uint32_t bias = end + P::kBiasAt + 8 * code_row<P>(thread);
   const float gate_bias = load_shared(bias), up_bias = load_shared(bias + 4);
   named_sync(1 + consumer, 128);  // what was staged of the tile before is stored
@@ -75,39 +75,6 @@ __device__ __forceinline__ void store_hidden(const float (&total)[kN / 2], const
         }
       }
     }
-  }
-}
-
-// The same as bf16, columns in order. Staged: for each token the chunks of four warps, eight channels each.
-template <typename P, int kN>
-__device__ __forceinline__ void store_bf16(const float (&total)[kN / 2], const Problem& p, const Place& place,
-                                           uint32_t end, uint32_t staged, int thread) {
-  const int consumer = thread / 128, warp = thread % 128 / 32, lane = thread % 32;
-  const float alpha2 = -1.4426950408889634f * p.alpha;
-  const uint32_t bias = end + P::kBiasAt + 8 * code_row<P>(thread);
-  const float gate_bias = load_shared(bias), up_bias = load_shared(bias + 4);
-  named_sync(1 + consumer, 128);  // what was staged of the tile before is stored
-#pragma unroll
-  for (int m = 0; m < kN / 8; m += 4) {  // matrix i of four: eight tokens
-    uint32_t words[4] = {};
-#pragma unroll
-    for (int i = 0; i < 4 && m + i < kN / 8; ++i) {
-      uint32_t scales[2];
-      float hidden[2];
-      load_shared(scales, end + 4 * (8 * (m + i) + 2 * (thread % 4)));
-      swiglu_pair(hidden, total + 4 * (m + i), scales, gate_bias, up_bias, alpha2, p.limit, 1.f);
-      words[i] = pack_bf16(hidden[0], hidden[1]);
-    }
-    const int token = 8 * m + lane;
-    store_transposed(staged + 64 * token + 16 * (warp ^ (token / 2 % 4)), words);
-  }
-  named_sync(1 + consumer, 128);
-  const int chunk = lane % 4, channel = place.column / 2 + 8 * (4 * (chunk / 2) + 2 * consumer + chunk % 2);
-  for (int token = 8 * warp + lane / 4; token < place.rows; token += 32) {
-    uint32_t words[4];
-    load_shared(words, staged + 64 * token + 16 * (chunk ^ (token / 2 % 4)));
-    *reinterpret_cast<uint4*>(p.y + (size_t(place.row) + token) * (p.n / 2) + channel) =
-        make_uint4(words[0], words[1], words[2], words[3]);
   }
 }
 

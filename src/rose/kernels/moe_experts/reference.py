@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from rose.kernels.formats import FP8_SWIGLU, swiglu_unit, to_e4m3
 from rose.kernels.quantize_activation.reference import rounded
 from rose.kernels.weights import ExpertWeights
 
@@ -16,6 +17,14 @@ def swiglu(u_TF: Tensor, *, alpha: float, limit: float) -> Tensor:
     gate_TI = u_TF[..., 0::2].clamp(max=limit)
     up_TI = u_TF[..., 1::2].clamp(-limit, limit)
     return gate_TI * torch.sigmoid(alpha * gate_TI) * (up_TI + 1)
+
+
+def rounded_swiglu(hidden_TI: Tensor, format_name: str, *, limit: float) -> Tensor:
+    """Return the SwiGLU as `format_name` holds it; of the formats of activations, FP8_SWIGLU alone needs the limit."""
+    if format_name != FP8_SWIGLU.name:
+        return rounded(hidden_TI, format_name)
+    unit = swiglu_unit(limit)
+    return to_e4m3(hidden_TI / unit).to(hidden_TI.dtype) * unit
 
 
 def reference(
@@ -57,8 +66,8 @@ def rounded_reference(
         expert_ids_TK,
         expert_weights_TK,
         weights=weights,
-        activation=lambda u_TF: rounded(
-            swiglu(u_TF, alpha=swiglu_alpha, limit=swiglu_limit), of_hidden
+        activation=lambda u_TF: rounded_swiglu(
+            swiglu(u_TF, alpha=swiglu_alpha, limit=swiglu_limit), of_hidden, limit=swiglu_limit
         ),
         out_TD=out_TD,
     )
