@@ -110,6 +110,78 @@ def test_lines_that_cannot_be_trusted_are_refused_with_the_reason(tmp_path, chan
     assert "r.jsonl:1" in results.refused[0]
 
 
+LOAD = {**LINE, "bench": "load", "input_tokens": 8, "output_tokens": 4, "in_flight": 2,
+        "output_tokens_per_s": 60.0, "timed": "whole requests", "first_token_ms": 9.0,
+        "first_token_ms_p99": 11.0, "token_ms": 4.0, "token_ms_p99": 5.0}  # fmt: skip
+MIXED = {**LINE, "bench": "mixed", "batch": 2, "context": 8, "prompt_tokens": 32, "p99": 3.0,
+         "quiet_ms": 1.0, "prompt_ms": 5.0}  # fmt: skip
+GROWTH = {**LINE, "bench": "growth", "steps": 10, "batch": 2, "prompt_tokens": 8, "output_tokens": 4,
+          "requests": 3, "grown": dict.fromkeys(
+              ("allocated_bytes", "reserved_bytes", "taken_bytes", "resident_bytes"), -1)}  # fmt: skip
+KERNEL = {"bench": "kernel", "operation": "gemm", "case": "a", "implementation": "torch", "date": "x",
+          "device": "NVIDIA H200", "median_us": 12.5, "tflops": 3.0, "tb_per_s": 2.0,
+          "floor_us": 1.0, "share_of_limit": 0.1}  # fmt: skip
+MANY = {**LINE, "bench": "prefill_many", "prompts": 2, "tokens": 8, "tokens_per_s": 100.0}
+ACCURACY = {**LINE, "bench": "accuracy", "layers": 2, "relative_error_of_logits": {
+    "pytorch_bf16": 0.5, "pytorch_bf16_last_tokens": 0.4, "prefill": 0.3, "decode_after_prefill": 0.1,
+    "pytorch_bf16_kv_rounded": 0.5, "pytorch_bf16_kv_rounded_last_tokens": 0.4}}  # fmt: skip
+DECODE = {**LINE, "bench": "decode", "batch": 8, "context": 8192}
+START = {**LINE, "bench": "start", "cached": True}
+EVERY = (LINE, {**LINE, "option": True}, DECODE, START, LOAD, MIXED, GROWTH, KERNEL, MANY, ACCURACY)
+WRONG = (None, "x", True, [1], {"a": 1}, float("nan"), -float("inf"), 10**400)
+
+
+def _changed(line, name, value):
+    """A line with one field changed, or one of an object's; without it where no value is given."""
+    rest = {k: v for k, v in line.items() if k != name}
+    return rest if value is WRONG else {**rest, name: value}
+
+
+@pytest.mark.parametrize("line", EVERY, ids=lambda x: f"{x['bench']}{x.get('option', '')}")
+def test_no_field_of_any_line_makes_a_traceback(tmp_path, line):
+    changed = [_changed(line, n, v) for n in line if n != "bench" for v in (*WRONG, 0, WRONG)]
+    for name in ("grown", "relative_error_of_logits"):
+        parts = line.get(name, {})
+        changed += [
+            _changed(line, name, _changed(parts, n, v)) for n in parts for v in (*WRONG, 0, WRONG)
+        ]
+    assert not _read(tmp_path, *EVERY).refused
+    for one in changed:
+        results = _read(tmp_path, *[x for x in EVERY if x is not line], one)
+        markdown(results, TARGETS)
+        summary(results, TARGETS)
+        for lines in (results.cells.values(), results.others.get("load", [])):
+            assert all(line_cost(x) is None or line_cost(x)[1] > 0 for x in lines)
+        decode_points(dict(decode_lines(results, "20b")).get(8192, []), 3.0)
+        load_lines(results)
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "value", "why"),
+    [
+        (LINE, "median", "0.1", "median is '0.1', no number above 0"),
+        (LINE, "median", 0, "median is 0, no number above 0"),
+        (LINE, "date", 20261201, "date is 20261201, no text"),
+        (LINE, "distinct_experts", None, "distinct_experts is None, no number"),
+        (DECODE, "batch", [8], "batch is [8], no number above 0"),
+        (START, "cached", "yes", "cached is 'yes', neither true nor false"),
+        (LOAD, "output_tokens_per_s", float("nan"), "output_tokens_per_s is nan, no number above"),
+        (LOAD, "token_ms", WRONG, "no token_ms"),
+        (GROWTH, "grown", [0], "grown is [0], no object"),
+        (GROWTH, "grown", {}, "no allocated_bytes in grown"),
+        (ACCURACY, "relative_error_of_logits", "x" * 99, "is 'xxx"),
+        (KERNEL, "median_us", WRONG, "no median_us"),
+    ],
+)
+def test_a_line_of_the_wrong_types_is_refused_by_its_place(tmp_path, line, name, value, why):
+    results = _read(tmp_path, _changed(line, name, value), line)
+    [refused] = results.refused
+    assert "r.jsonl:1: " in refused
+    assert why in refused
+    assert len(refused) < len(str(tmp_path)) + 200
+    assert results.cells or results.others, "the line behind it is taken"
+
+
 def test_options_are_reported_apart_and_never_counted(tmp_path):
     results = _read(tmp_path, {**LINE, "option": True, "kv": "fp8", "median": 0.001})
     assert not results.cells
@@ -119,15 +191,7 @@ def test_options_are_reported_apart_and_never_counted(tmp_path):
 
 
 def test_an_option_of_the_closed_loop_does_not_take_a_lines_place(tmp_path):
-    load = {
-        **LINE,
-        "bench": "load",
-        "input_tokens": 8,
-        "output_tokens": 8,
-        "in_flight": 1,
-        "timed": "whole",
-    }
-    results = _read(tmp_path, load, {**load, "option": True, "kv": "fp8_e4m3", "median": 0.001})
+    results = _read(tmp_path, LOAD, {**LOAD, "option": True, "kv": "fp8_e4m3", "median": 0.001})
     assert [x["kv"] for x in results.others["load"]] == ["bf16"]
     assert results.num_aside == 1
 
@@ -236,9 +300,10 @@ def test_load_mixed_and_kernel_lines_have_tables(tmp_path):
 def test_broken_files_are_named(tmp_path):
     with pytest.raises(RoseError, match="is not a file"):
         read([tmp_path / "absent.jsonl"])
-    (tmp_path / "bad.jsonl").write_text('{"bench": "start"}\nnope\n')
-    with pytest.raises(RoseError, match=r"bad\.jsonl:2 is no JSON"):
-        read([tmp_path / "bad.jsonl"])
+    for text in ("nope", "[" * 100_000, "1" * 5000):
+        (tmp_path / "bad.jsonl").write_text(f'{{"bench": "start"}}\n{text}\n')
+        with pytest.raises(RoseError, match=r"bad\.jsonl:2 is no JSON"):
+            read([tmp_path / "bad.jsonl"])
 
 
 def test_costs_are_those_that_the_seed_published():

@@ -30,6 +30,9 @@ def _error(capsys, *arguments: str) -> str:
         (["bench", "load", "--seconds", "inf"], "'inf' is no finite number"),
         (["bench", "load", "--seconds", "0"], "x>0"),
         (["bench", "accuracy", "--most", "-1"], "x>0"),
+        (["bench", "accuracy", "--seed", "-1"], "0<=x<=9223372036854775807"),
+        (["bench", "accuracy", "--seed", str(2**63)], "0<=x<=9223372036854775807"),
+        (["synth", "x", "--seed", str(2**64)], "0<=x<=9223372036854775807"),
         (["bench", "prefill", "--layers", "0"], "x>=1"),
         (["bench", "prefill", "--layers", "99"], "layers=99 was asked of tiny, which has 6"),
         (["bench", "load", "--json", f"{__file__}/x"], f"{__file__} is a file"),
@@ -69,7 +72,8 @@ def test_cost_of_result_files_names_what_was_not_taken(tmp_path, capsys):
 def test_what_has_no_price_is_said_and_not_priced(tmp_path, capsys):
     path = tmp_path / "r.jsonl"
     line = {"bench": "load", "model": "tiny", "input_tokens": 20, "output_tokens": 40, "in_flight": 2,
-            "timed": "whole requests", "output_tokens_per_s": 100.0, "device": "cpu"}  # fmt: skip
+            "timed": "whole requests", "output_tokens_per_s": 100.0, "device": "cpu", "token_ms": 9.0,
+            "token_ms_p99": 9.0, "first_token_ms": 9.0, "first_token_ms_p99": 9.0}  # fmt: skip
     path.write_text(json.dumps(line))
     assert run(["cost", str(path)]) == 0
     told = capsys.readouterr()
@@ -177,7 +181,20 @@ def test_a_sweep_measures_its_parts_on_one_engine(tmp_path, capsys):
 def test_a_sweep_refuses_what_is_no_part(capsys):
     assert "No such command 'start'" in _error(capsys, "bench", "sweep", "start")
     assert "Missing command" in _error(capsys, "bench", "sweep", "--size", "tiny")
-    assert "--fill was asked for without a prefix cache" in _error(
-        capsys, "bench", "sweep", "--device", "cpu", "--layers", "1", "--kv-tokens", "2048",
-        "--no-prefix-cache", "decode", "--batches", "1", "--context", "64", "--fill",
-    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["decode", "--fill"],
+        ["load", "--fill"],
+        ["sweep", "prefill", "decode", "--fill"],
+        ["sweep", "mixed", "load", "--fill", "prefill"],
+    ],
+)
+def test_made_up_prompts_without_a_cache_are_refused_before_anything_is_built(
+    words, monkeypatch, capsys
+):
+    monkeypatch.setattr(Session, "__init__", lambda *_, **__: pytest.fail("built an engine"))
+    told = _error(capsys, "bench", words[0], "--no-prefix-cache", *words[1:])
+    assert "--fill was asked for without a prefix cache" in told

@@ -191,14 +191,14 @@ def test_the_command_compares_formats_and_writes_json(only_english, tmp_path, ca
 
 def test_only_what_was_asked_for_is_computed(only_english, tmp_path, capsys, monkeypatch):
     path = tmp_path / "r.json"
-    command = ["eval", "--count", "1", "--device", "cpu", "--json", str(path)]
+    command = ["eval", "--device", "cpu", "--json", str(path)]
     assert run([*command, "--task", "texts"]) == 0
     found = json.loads(path.read_text())
     assert (found["num_questions"], found["tasks"]) == (0, {})
     assert found["texts"]["english"]["perplexity"] > 1
     assert "perplexity, english" in capsys.readouterr().out
     monkeypatch.setattr(logprobs, "compare", lambda *_: pytest.fail("texts were not asked for"))
-    assert run([*command, "--task", "copy"]) == 0
+    assert run([*command, "--task", "copy", "--count", "1"]) == 0
     found = json.loads(path.read_text())
     assert (found["num_questions"], found["texts"]) == (1, {})
     assert "perplexity" not in capsys.readouterr().out
@@ -208,6 +208,8 @@ def test_only_what_was_asked_for_is_computed(only_english, tmp_path, capsys, mon
     ("words", "said"),
     [
         (["--store", "--task", "copy", "--count", "3"], "and --count, --task would mean nothing"),
+        (["--task", "texts", "--count", "20"], "asks no questions, and --count would mean"),
+        (["--task", "texts", "--seed", "1", "--count", "2"], "and --count, --seed would mean"),
         (["--url", "http://x", "--device", "cpu"], "--url was given with --device"),
         (["--api-key", "x"], "--api-key was given without --url"),
         (["--device", "tpu"], "allowed: auto, cpu, cuda; change --device"),

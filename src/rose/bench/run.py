@@ -15,6 +15,7 @@ from rose.bench.progress import BenchProgress
 from rose.bench.record import percentile
 from rose.bench.session import Session
 from rose.bench.sweep import CACHED_REPEATS, prefill_seconds
+from rose.utils.errors import ConfigError
 
 Cell = partial[None]
 Part = list[Cell]
@@ -29,9 +30,15 @@ def run_parts(
     That is a cell that failed or came too late to begin, a part all of whose cells are left out, and a number of which
     all cells are. Usual cells are for a large GPU: some of them may be left out elsewhere.
 
-    Units  asked: per part, the arguments of its cells that somebody chose; None: nobody chose any
+    Units    asked: per part, the arguments of its cells that somebody chose; None: nobody chose any
+    Raises   ConfigError, before anything is built, where prompts are to be made up and there is no cache to hold them
     Whoever interrupts is told the cells that were measured before.
     """
+    is_filled = any(cell.keywords.get("is_filled") for part in parts for cell in part)
+    if is_filled and not options.get("prefix_cache", True):
+        raise ConfigError(
+            "--fill was asked for without a prefix cache to fill; leave out one of --fill and --no-prefix-cache"
+        )
     with BenchProgress().running() as progress:
         session = Session(progress, **options)
         cells = [cell for part in parts for cell in part]

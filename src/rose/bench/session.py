@@ -30,7 +30,6 @@ from rose.bench.sweep import (
     randomise_kv,
 )
 from rose.engine.engine import LLMEngine
-from rose.utils.errors import ConfigError
 
 PROFILED_STEPS = 8
 """Enough for a table; torch's profiler takes a second for each step of a thousand operators."""
@@ -81,14 +80,7 @@ class Session:
         self.make_up_kv = cache(self._make_up_kv)
 
     def _make_up_kv(self) -> None:
-        """Write random numbers into the KV cache, once, for prompts that enter it without being computed.
-
-        Raises  ConfigError where there is no prefix cache
-        """
-        if not self.engine.table.is_caching:
-            raise ConfigError(
-                "--fill was asked for without a prefix cache to fill; leave out one of --fill and --no-prefix-cache"
-            )
+        """Write random numbers into the KV cache, once, for prompts that enter it without being computed."""
         self.progress.now("filling the KV cache with random numbers")
         drain(self.engine)
         randomise_kv(self.engine)

@@ -12,6 +12,7 @@ import click
 from click.core import ParameterSource
 
 from rose.cli.options import (
+    SEED,
     Choice,
     NameValue,
     Number,
@@ -336,7 +337,7 @@ def scheduler(sequences: int, steps: int, *, prefix_cache: bool, **options: Any)
 @bench.command()
 @_number("--tokens", 4096, "Tokens of the prompt.")
 @_number("--decoded", 32, "Of them, how many are decoded one by one in the second run.")
-@click.option("--seed", default=0, show_default=True, help="Of the prompt.")
+@click.option("--seed", type=SEED, default=0, show_default=True, help="Of the prompt.")
 @click.option(
     "--most",
     type=Number(min=0, min_open=True),

@@ -77,7 +77,7 @@ def evaluate(
     Without --task also the perplexities of fixed texts, and how far their log-probabilities are from the stored ones.
     """
     _check(folder, weights + projections + kvs, url, tasks)
-    _check_options_count(url=url, is_stored=is_stored)
+    _check_options_count(tasks, url=url, is_stored=is_stored)
     if is_stored:
         from rose.eval.run import store_float64
 
@@ -118,8 +118,10 @@ def _check(
         raise ConfigError(problems)
 
 
-def _check_options_count(*, url: str | None, is_stored: bool) -> None:
-    """Refuse what would be given for nothing: options of questions with --store, of an engine here with --url."""
+def _check_options_count(tasks: tuple[str, ...], *, url: str | None, is_stored: bool) -> None:
+    """Refuse what would be given for nothing: options of questions where none are asked, of an engine with --url."""
+    from rose.eval.tasks import TEXTS
+
     context = click.get_current_context()
     typed = {
         p.opts[0]
@@ -139,6 +141,11 @@ def _check_options_count(*, url: str | None, is_stored: bool) -> None:
     if is_stored and questions:
         raise ConfigError(
             f"--store asks no questions, and {', '.join(sorted(questions))} would mean nothing; leave one of them out"
+        )
+    drawn = sorted(typed & {"--count", "--seed"})
+    if set(tasks) == {TEXTS} and drawn:
+        raise ConfigError(
+            f"--task texts asks no questions, and {', '.join(drawn)} would mean nothing; leave one of them out"
         )
     if url is not None and "--device" in typed:
         raise ConfigError(

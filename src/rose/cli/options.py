@@ -208,6 +208,10 @@ class Number(click.FloatRange):
         return super().convert(AnyNumber().convert(value, param, ctx), param, ctx)
 
 
+SEED = click.IntRange(0, 2**63 - 1)
+"""What torch takes as a seed; of one below 0 or beyond it would make another, or fail with a traceback."""
+
+
 def _one_key(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     """Take the first key of a variable that may hold several, as a server reads it; a callback of click."""
     source = context.get_parameter_source(parameter.name or "")

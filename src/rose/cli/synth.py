@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from rose.cli.options import SEED
+
 
 @click.command()
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
@@ -15,7 +17,7 @@ import click
 @click.option(
     "--format", "format_name", default="mxfp4", show_default=True, help="mxfp4 or bf16 experts."
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--seed", type=SEED, default=0, show_default=True)
 def synth(folder: Path, size: str, layers: int | None, format_name: str, seed: int) -> None:
     """Write a synthetic gpt-oss checkpoint: real names, shapes and shards, made-up numbers."""
     from rose.cli.byte_progress import byte_progress
