@@ -138,7 +138,9 @@ def build(
     return GptOss(c, p, build=build, page_tokens=page_tokens, num_positions=8192)
 
 
-def pages(model: GptOss, max_tokens: int, *, num_sequences: int = 1) -> OwnPages:
+def pages(
+    model: GptOss, max_tokens: int, *, num_sequences: int = 1, device: str = "cpu"
+) -> OwnPages:
     """Empty KV for a few sequences."""
     return OwnPages(
         model.config,
@@ -146,7 +148,7 @@ def pages(model: GptOss, max_tokens: int, *, num_sequences: int = 1) -> OwnPages
         max_tokens=max_tokens,
         page_tokens=model.page_tokens,
         dtype=model.kv_dtype,
-        device="cpu",
+        device=device,
     )
 
 

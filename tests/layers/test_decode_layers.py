@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,18 +12,22 @@ from fakes import gpt_oss
 from rose.config.engine import EngineConfig, KernelsConfig
 from rose.config.quant import QuantConfig
 from rose.kernels import registry
+from rose.kernels.decode_layers.contract import MAX_SEQUENCES
 from rose.layers.build import LayerBuild
+from rose.layers.own_pages import OwnPages
 from rose.models.gpt_oss.config import published
+from rose.models.gpt_oss.model import GptOss
+from rose.models.gpt_oss.synthetic import synthetic_parameters
 from rose.models.registry import entry
 from rose.runtime.footprint import footprint
-from rose.utils.device import H200
+from rose.utils.device import H200, detect
 from rose.utils.errors import ContractError, InvarianceError
 
 RELATIVE = 1e-5
 """Float32 sums in another order; measured 4e-7."""
 SIZES = {"B": 2, "D": 64, "I": 64, "H": 4, "G": 2, "A": 16, "E": 4, "K": 2, "L": 16, "R": 1}
 WEIGHTS = {"projection": "float32", "weight": "float32"}
-ROW = ("decode_layers", "decode 1..2")
+ROW = ("decode_layers", f"decode 1..{MAX_SEQUENCES}")
 
 
 def build(**kernels: object) -> LayerBuild:
@@ -82,15 +88,15 @@ def test_a_model_with_it_gives_what_its_blocks_give(monkeypatch):
         own = gpt_oss.pages(each, 64, num_sequences=3)
         tokens = torch.arange(50)
         each.forward(tokens[:37], own.step(prefill=[(0, 21), (1, 15), (2, 1)]))
-        steps = [[0], [0, 1], [2, 0], [0, 1, 2], [1]]
+        steps = [[0], [0, 1], [0, 1, 2], [1]]
         hidden = [each.forward(tokens[: len(s)] + 5, own.step(decode=s)) for s in steps]
         found.append((torch.cat(hidden), torch.stack(own.kv_pages)))
-    assert rows == [1, 2, 2, 1]  # not the prompts, nor the step of three
+    assert rows == [1, 1]  # not the prompts, nor the steps of more
     for mine, theirs in zip(*found, strict=True):
         assert gpt_oss.relative(mine, theirs) < RELATIVE
     # A step beside a prompt is none of decode.
     fused.forward(tokens[:4], own.step(decode=[0], prefill=[(1, 3)]))
-    assert len(rows) == 4
+    assert len(rows) == 2
 
 
 @pytest.mark.parametrize("window", [None, 4])
@@ -177,3 +183,53 @@ def test_the_batch_invariant_mode_on_a_gpu_names_what_was_asked_for(monkeypatch)
         with pytest.raises(InvarianceError) as error:
             footprint(entry("gpt_oss"), size, config, H200, context_tokens=4096)
         assert ("decode_layers" in str(error.value)) == is_named
+
+
+def _require_replay_is_eager(model: GptOss, own: OwnPages) -> None:
+    """Replays write the same KV to the same slots, so that they may be repeated."""
+    tokens_S = torch.tensor([3], device="cuda")
+    context = own.step(decode=[0])
+    eager = model.forward(tokens_S, context)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = model.forward(tokens_S, context)
+    for _ in range(3):
+        captured.zero_()
+        graph.replay()
+        assert gpt_oss.relative(captured, eager) < 1e-3
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_a_model_on_a_gpu_decodes_with_it_as_with_its_blocks():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    device, size = detect("cuda"), replace(
+        published("20b"), num_layers=4, window_tokens=published("20b").window_tokens[:4], vocab_size=512
+    )  # fmt: skip
+    config = EngineConfig(model="m", quant=QuantConfig()).resolve(device, checkpoint_format="mxfp4")
+    parameters = synthetic_parameters(size, config.quant, device="cuda", seed=0)
+    found = []
+    for name in ("cuda_stack", "blocks"):
+        build = LayerBuild(
+            quant=config.quant,
+            device=device,
+            kernels=KernelsConfig(only={"decode_layers": name}, check_calls=True),
+        )
+        model = GptOss(size, parameters, build=build, page_tokens=64, num_positions=4096)
+        own = gpt_oss.pages(model, 700, num_sequences=2, device="cuda")
+        tokens_T = torch.arange(640, device="cuda") % 512
+        model.forward(tokens_T, own.step(prefill=[(0, 600), (1, 40)]))
+        hidden = [
+            model.forward(tokens_T[7 + i : 7 + i + len(rows)], own.step(decode=rows))
+            for i, rows in enumerate([[0], [0, 1], [1, 0], [1]] * 8)
+        ]
+        found.append(torch.cat(hidden).float())
+        if name == "cuda_stack":
+            _require_replay_is_eager(model, own)
+    rows_T = (found[0] - found[1]).norm(dim=1) / found[1].norm(dim=1)
+    # Each is up to 1e-2 off after four blocks (the tolerance of the operation's cases), and a near tie between experts
+    # takes the other one in either; most rows have none. Guessed, to be measured on a GPU.
+    assert rows_T.median() < 2e-2
+    assert (rows_T < 5e-2).float().mean() > 0.6

@@ -162,15 +162,24 @@ class CudaLibrary:
         types   one letter per argument: p pointer or stream, i int32, q int64, f float32
         Raises  (the returned function) BuildError, or LaunchError with CUDA's words
         """
-        function: Any = None
+        function = self.number(name, types)
 
         def call(*arguments: Any) -> None:
-            nonlocal function
-            if function is None:
-                function = self._function(name, types)
             error = function(*arguments)
             if error:
                 raise LaunchError(f"{name}: CUDA error {error} ({self._words(error)})")
+
+        return call
+
+    def number(self, name: str, types: str) -> Callable[..., int]:
+        """Return `extern "C" int name(...)` whose result is a number and no error, built and loaded likewise."""
+        function: Any = None
+
+        def call(*arguments: Any) -> int:
+            nonlocal function
+            if function is None:
+                function = self._function(name, types)
+            return function(*arguments)
 
         return call
 

@@ -112,7 +112,8 @@ def is_runnable(
         if activation not in implementation.interpreted:
             return f"the interpreter is not right for {activation}"
         implementation = replace(implementation, device="any")
-    return implementation.refusal(case.formats, case.sizes, device, regime)
+    reason = implementation.refusal(case.formats, case.sizes, device, regime)
+    return reason or implementation.ask_device(case.sizes)
 
 
 def run_reference(

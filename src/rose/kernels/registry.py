@@ -133,6 +133,9 @@ class Implementation:
     rows: tuple[int, int] = (1, MAX_ROWS)
     limits: Callable[[Sizes], str | None] = lambda _sizes: None
     """Why these sizes cannot be taken, or None."""
+    ask_device: Callable[[Sizes], str | None] = lambda _sizes: None
+    """Why the device at hand cannot take what `limits` does, or None, as where no such device is at hand: what no
+    number of `DeviceFacts` tells. May compile; asked last, where something is to be run, never for a dry model."""
     prepare: Callable[[Any], Any] | None = None
     """Relayout of the weights, run once at load; its result is passed as `weights`."""
     workspace: Callable[[Sizes, int, int], int] = lambda _sizes, _rows, _longest: 0
@@ -358,9 +361,12 @@ class BoundOperation:
         *,
         sizes: Sizes | None = None,
         check_calls: bool = False,
+        refused_here: Mapping[Regime, str] | None = None,
     ) -> None:
+        """`refused_here`: what the device at hand was refused for, in words for the start-up table."""
         self.operation = operation
         self.table = table
+        self._refused_here = refused_here or {}
         self.sizes = sizes or {}
         self._check_calls = check_calls
         self._calls = {r: self._checked(i.function) for r, i in table.items()}
@@ -392,7 +398,10 @@ class BoundOperation:
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Return (operation, regime, implementation) lines for the start-up table."""
-        return [(self.operation.name, str(r), i.name) for r, i in self.table.items()]
+        return [
+            (self.operation.name, str(r), i.name + self._refused_here.get(r, ""))
+            for r, i in self.table.items()
+        ]
 
 
 def _with_weights(function: Callable[..., None], weights: Any) -> Callable[..., None]:
@@ -425,6 +434,7 @@ def bind(
     only: Mapping[str, str] | None = None,
     check_calls: bool = False,
     batch_invariant: bool = False,
+    asks_device: bool = True,
 ) -> BoundOperation:
     """Choose one implementation per regime: the highest band that accepts formats, sizes and device.
 
@@ -432,6 +442,7 @@ def bind(
     `only` forces implementations by operation name (config `kernels.only`), e.g. {"gemm": "reference"}.
     `check_calls`: every call is held against the contract first (config `kernels.check_calls`).
     `batch_invariant`: one implementation for all regimes, of those that say they are (`kernels.batch_invariant`).
+    `asks_device`: False for a dry model, which may stand for another machine.
 
     Raises  ContractError listing every refused candidate and why.
     """
@@ -449,11 +460,15 @@ def bind(
     if batch_invariant:
         table = _invariant_table(candidates, formats, sizes, device, _with_many_decode(regimes))
         return BoundOperation(operation, table, sizes=sizes, check_calls=check_calls)
-    table = {}
+    table, refused_here = {}, {}
     for regime in regimes:
         refused = []
         for implementation in candidates:
             reason = implementation.refusal(formats, sizes, device, regime)
+            if reason is None and asks_device:
+                reason = implementation.ask_device(sizes)
+                if reason is not None:
+                    refused_here[regime] = f" ({implementation.name}: {reason})"
             if reason is None:
                 table[regime] = implementation
                 break
@@ -462,7 +477,9 @@ def bind(
             raise ContractError(f"{name} ({regime}): nothing can run; " + "; ".join(refused))
     if regimes == REGIMES:
         table[MANY_DECODE] = table[SHORT_PREFILL]
-    return BoundOperation(operation, table, sizes=sizes, check_calls=check_calls)
+    return BoundOperation(
+        operation, table, sizes=sizes, check_calls=check_calls, refused_here=refused_here
+    )
 
 
 def _with_many_decode(regimes: tuple[Regime, ...]) -> tuple[Regime, ...]:
@@ -533,6 +550,7 @@ def explain(
     for regime in regimes:
         for implementation in implementations(name):
             reason = implementation.refusal(formats, sizes, device, regime)
+            reason = reason or implementation.ask_device(sizes)
             if reason is None and batch_invariant and not implementation.is_batch_invariant:
                 reason = "its results may depend on the batch"
             if reason is None:

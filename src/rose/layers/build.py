@@ -110,6 +110,7 @@ class LayerBuild:
                 only=self.kernels.only,
                 check_calls=self.kernels.check_calls,
                 batch_invariant=batch_invariant,
+                asks_device=self._dry_context is None,
             )
 
         try:

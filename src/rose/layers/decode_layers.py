@@ -1,4 +1,4 @@
-"""All blocks of a decode step of one or two sequences in one call, where a kernel for that is bound.
+"""All blocks of a decode step of one sequence in one call, where a kernel for that is bound.
 
 Elsewhere, and in every other step, the blocks run as they are: the model asks here which.
 """

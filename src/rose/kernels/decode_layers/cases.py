@@ -163,7 +163,17 @@ def _edges() -> list[Case]:
         _case("float64", [30, 3], window=8, activation="float64", weight="float64"),
         _case("bf16", [30, 3], window=8),
         _case("bf16_weights", [30, 3], window=8, weight="bf16"),
-        *(_case(f"model_of_{n}", [n], MODEL, window=32) for n in (1, 2, 16, 17, 32, 33, 70)),
+        *(
+            _case(f"model_of_{n}", [n], MODEL, window=32)
+            for n in (1, 2, 16, 17, 32, 33, 64, 65, 70, 128, 130)
+        ),
+        _case("model_window_of_1", [20], MODEL, window=1),
+        _case("model_padding", [0], MODEL, window=32),
+        _case("model_of_130_pages_of_64", [130], {**MODEL, "L": 64}, window=32),
+        _case("model_of_50_windows", [50], MODEL, kinds=("window",) * 2, window=32),
+        _case("model_three", [49], MODEL, kinds=("window", "full", "window"), window=32),
+        _case("model_of_30_clamped", [30], MODEL, large_values=True),
+        _case("model_of_30_sink_wins", [30], MODEL, sink=8.0),
         _case("model_two", [200, 70], MODEL),
         _case("model_same_experts", [31, 33], MODEL, window=32, chosen="same"),
         _case("model_last_experts", [64, 65], MODEL, window=32, chosen="last"),

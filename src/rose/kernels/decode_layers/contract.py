@@ -1,4 +1,4 @@
-"""All blocks of a model for one new token of each of a few sequences: a fusion of everything between embedding and
+"""All blocks of a model for one new token of each sequence: a fusion of everything between embedding and
 final norm.
 
 One call instead of a dozen a block, so that an implementation can fetch the next weights while it still computes.
@@ -14,8 +14,8 @@ from torch import Tensor
 from rose.kernels.registry import FormatNames, Operation, Regime, Sizes
 from rose.kernels.weights import StackWeights
 
-MAX_SEQUENCES = 2
-"""Above it a step's experts hardly repeat and the parts are as fast."""
+MAX_SEQUENCES = 1
+"""Of a step that is asked for: with two the parts are as fast (docs/experiments/decode_layers.md)."""
 
 
 def decode_layers(

@@ -1,0 +1,105 @@
+"""The CUDA kernel of all blocks on threads of a CPU: its own source over stand-ins for its instructions, called through
+the wrapper that serving calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fakes import decode_layers as fake
+from fakes.decode_layers import cuda_impl
+from rose.kernels import registry
+from rose.kernels.check import cases_module, check_case, clone
+from rose.kernels.decode_layers.contract import MAX_SEQUENCES
+from rose.kernels.paged import JUNK
+from rose.utils.device import CPU
+
+HERE = Path(__file__).parent
+OPERATION = registry.load("decode_layers")
+CASES = {
+    c.name: c
+    for c in cases_module("decode_layers").CASES
+    if c.name.startswith("model_") and c.rows <= MAX_SEQUENCES
+}
+STACK = next(i for i in registry.implementations("decode_layers") if i.name == "cuda_stack")
+FEW = ("model_full_alone", "model_of_33")
+
+COUNTERS = 14 * 128
+"""Bytes at the begin of the workspace, `kCounters` of layers_plan.cuh."""
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory) -> ctypes.CDLL:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("g++ is not installed")
+    folder = tmp_path_factory.mktemp("layers_host")
+    kernels = Path(cuda_impl.__file__).parent
+    # The stand-ins come last and take the place of what they stand for.
+    for path in (
+        kernels.parent / "moe_experts/decode_call.cuh",
+        *kernels.glob("*.cuh"),
+        HERE / "decode_host/launch.cuh",
+        *(HERE / "layers_host").iterdir(),
+    ):
+        (folder / path.name).write_text(path.read_text().replace("../moe_experts/", ""))
+    command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-w"]
+    done = subprocess.run(
+        [*command, "-o", str(folder / "host.so"), str(folder / "host.cpp")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return ctypes.CDLL(str(folder / "host.so"))
+
+
+def check(name: str, host: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    fake.put_library_on_cpu(monkeypatch, host)
+    anywhere = replace(STACK, device="any", limits=lambda _sizes: None)
+    found = check_case(OPERATION, anywhere, CASES[name], CPU, seed)
+    assert found.status == "ok", found.detail
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_the_blocks_are_those_of_the_reference(name, host, monkeypatch):
+    check(name, host, monkeypatch, 3)
+
+
+@pytest.mark.parametrize(
+    "name", ["model_full_alone", pytest.param("model_of_33", marks=pytest.mark.slow)]
+)
+def test_launches_share_a_workspace_and_what_lies_beside_the_history_is_nobodys(
+    name, host, monkeypatch
+):
+    fake.put_library_on_cpu(monkeypatch, host)
+    case = CASES[name]
+    call = cases_module("decode_layers").inputs(case, 3, "cpu")
+    stack = STACK.prepare(call["weights"])
+    [length], page_tokens = case.options["lengths"], case.sizes["L"]
+    first = max(0, length - case.options["window"])
+    found = []
+    for beside in (JUNK, torch.nan):
+        fresh = clone({**call, "weights": None}) | {"weights": stack}
+        for block, pages in zip(stack.blocks, fresh["kv_pages"], strict=True):
+            pages.masked_fill_(pages == JUNK, beside)
+            if block.window_tokens is not None:
+                page = fresh["window_table_SP"][0, first // page_tokens]
+                pages[page, :, :, : first % page_tokens] = beside
+        cuda_impl.decode_layers(**fresh)
+        found.append(fresh["residual_SD"])
+        assert not stack.workspace(torch.device("cpu"))[:COUNTERS].any()
+    assert found[0].isfinite().all()
+    assert torch.equal(*found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", [n for n in CASES if n not in FEW])
+def test_all_cases_are_those_of_the_reference(name, host, monkeypatch):
+    check(name, host, monkeypatch, 3)
