@@ -226,6 +226,7 @@ def check_steps(asked: Asked) -> Iterator[Step]:
 
 
 RACECHECKED = (
+    ("decode_layers", 180),
     ("moe_experts --only cuda_decode", 60),
     ("moe_experts --only cuda_decode_many_tokens", 60),
     ("attention_prefill", 90),
