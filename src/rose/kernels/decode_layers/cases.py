@@ -116,14 +116,14 @@ def _gpt_oss() -> list[Case]:
         )
     ]
     return [
-        _case("20b_layer", [70], GPT_OSS_20B, kinds=("window",), chosen="last"),
+        _case("20b_layer", [70], GPT_OSS_20B, kinds=("window",), chosen="last", branches=True),
         *one,
         *two,
         _case("20b_padding_last", [90, 0], GPT_OSS_20B, large=True),
         _case("20b_padding_first", [0, 200], GPT_OSS_20B, chosen="halved", large=True),
         _case("20b_only_padding", [0, 0], GPT_OSS_20B, large=True),
         _case("20b_strided", [300, 77], GPT_OSS_20B, is_strided=True, large=True),
-        _case("20b_full_alone", [150], GPT_OSS_20B, kinds=("full",), large=True),
+        _case("20b_full_alone", [150], GPT_OSS_20B, kinds=("full",), large=True, branches=True),
         _case("20b_windows_alone", [150, 9], GPT_OSS_20B, kinds=("window",) * 2, large=True),
         _case("20b_three", [200, 300], GPT_OSS_20B, kinds=("window", "full", "window"), large=True),
         _case("20b_clamped", [40, 41], GPT_OSS_20B, large_values=True, large=True),
