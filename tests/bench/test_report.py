@@ -162,6 +162,8 @@ def test_no_field_of_any_line_makes_a_traceback(tmp_path, line):
         (LINE, "median", "0.1", "median is '0.1', no number above 0"),
         (LINE, "median", 0, "median is 0, no number above 0"),
         (LINE, "date", 20261201, "date is 20261201, no text"),
+        (LINE, "config", "\ud800", "config is '\\ud800', no text"),
+        (LINE, "command", "a\nb", "command is 'a\\nb', no text"),
         (LINE, "distinct_experts", None, "distinct_experts is None, no number"),
         (DECODE, "batch", [8], "batch is [8], no number above 0"),
         (START, "cached", "yes", "cached is 'yes', neither true nor false"),

@@ -8,6 +8,7 @@ import pytest
 
 from rose.bench.session import Session
 from rose.cli.main import run
+from rose.cli.options import OutputFile
 
 
 def _error(capsys, *arguments: str) -> str:
@@ -38,6 +39,7 @@ def _error(capsys, *arguments: str) -> str:
         (["bench", "load", "--json", f"{__file__}/x"], f"{__file__} is a file"),
         (["bench", "load", "--json", "/proc/x.json"], "/proc/x.json cannot be written: /proc "),
         (["bench", "load", "--json", "/proc/x/y.json"], "cannot be written: /proc "),
+        (["bench", "load", "--json", ""], "a file without a name cannot be written"),
         (["bench", "accuracy", "--tokens", "8", "--decoded", "8"], "7 or fewer; lower --decoded"),
         (["bench", "prefill", "--size", "7b"], "'20b', '120b', 'tiny'"),
         (["cost"], "nothing to price"),
@@ -49,6 +51,20 @@ def _error(capsys, *arguments: str) -> str:
 )
 def test_wrong_options_are_refused_in_words(arguments, word, capsys):
     assert word in _error(capsys, *arguments)
+
+
+def test_a_link_to_a_file_that_is_not_there_is_written_through(tmp_path):
+    link, target = tmp_path / "link.jsonl", tmp_path / "target.jsonl"
+    link.symlink_to(target)
+    assert OutputFile().convert(str(link), None, None) == link
+    assert link.is_symlink()
+    assert not target.exists(), "trying leaves everything as it was"
+
+
+def test_a_link_to_itself_is_refused_before_anything_is_measured(tmp_path, capsys):
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    assert f"{loop} is a link to nothing" in _error(capsys, "bench", "load", "--json", f"{loop}/x")
 
 
 def test_cost_of_a_latency(capsys):

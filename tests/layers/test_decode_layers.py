@@ -183,6 +183,7 @@ def test_the_batch_invariant_mode_on_a_gpu_names_what_was_asked_for(monkeypatch)
         with pytest.raises(InvarianceError) as error:
             footprint(entry("gpt_oss"), size, config, H200, context_tokens=4096)
         assert ("decode_layers" in str(error.value)) == is_named
+        assert ("without kernels.only decode_layers=fused" in str(error.value)) == is_named
 
 
 def _require_replay_is_eager(model: GptOss, own: OwnPages) -> None:

@@ -121,7 +121,8 @@ def mistyped(line: Line) -> list[str]:
 
 
 def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+    """Whether it can be printed: half a pair of surrogates fits no file, the end of a line ends a table."""
+    return isinstance(value, str) and value.isprintable()
 
 
 def _is_number(value: Any, least: float) -> bool:

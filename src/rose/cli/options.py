@@ -138,6 +138,8 @@ class OutputFile(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the path."""
+        if not os.fspath(value):
+            self.fail("a file without a name cannot be written", param, ctx)
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
         why = _why_not_written(path)
         if why is not None:
@@ -150,16 +152,16 @@ def _why_not_written(path: Path) -> str | None:
     is_new = not path.exists()
     if not is_new and not path.is_file():
         return None  # a device or a pipe: to open it would already be an act
-    there = next(parent for parent in path.absolute().parents if parent.exists())
+    there = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
     if not there.is_dir():
-        return f"{there} is a file"
+        return f"{there} is a {'link to nothing' if there.is_symlink() else 'file'}"
     if not os.access(there, os.W_OK):
         return f"{there} may not be written"
     try:
         if there == path.absolute().parent:
             path.open("ab").close()
             if is_new:
-                path.unlink()
+                Path(os.path.realpath(path)).unlink()  # of a link what it points to, made just now
         else:
             tempfile.TemporaryFile(dir=there).close()
     except OSError as error:

@@ -129,10 +129,16 @@ class LayerBuild:
         """
         if self._not_invariant:
             activations = self.quant.activations
+            # Where an operation has been told its implementation, another machine would not help.
+            named = [
+                f"{n}={self.kernels.only[n]}" for n in self._not_invariant if n in self.kernels.only
+            ]
+            without = f" and without kernels.only {', '.join(named)}" if named else ""
             raise InvarianceError(
                 f"kernels.batch_invariant was asked for on {self.device.name} with {activations} activations; there "
                 f"{', '.join(self._not_invariant)} have no implementation yet whose results do not depend on the "
-                "batch; allowed: a CPU with float32 or bf16 activations; change kernels.batch_invariant to off"
+                f"batch; allowed: a CPU with float32 or bf16 activations{without}; change kernels.batch_invariant to "
+                "off"
             )
 
     def kernel_table(self) -> list[tuple[str, str, str]]:
