@@ -14,9 +14,10 @@ from rose.cli import main as cli
 from rose.kernels import __main__ as kernels
 from rose.kernels import build, sanitize
 from rose.kernels.__main__ import main
-from rose.kernels.check import check_all
+from rose.kernels.check import cases_module, check_all
 from rose.kernels.registry import load
 from rose.utils.device import CPU, DeviceFacts
+from rose.utils.errors import RoseError
 
 H200 = DeviceFacts(kind="cuda", name="H200", capability=(9, 0))
 
@@ -151,16 +152,27 @@ def test_clean_is_what_the_tool_says_of_a_program_that_passed(
 
 
 def test_the_words_that_choose_our_kernels_are_in_all_their_names() -> None:
-    folder = Path(sanitize.__file__).parent / "moe_experts"
-    files = {p: p.read_text() for p in (*folder.glob("*.cuh"), *folder.glob("*.cu"))}
-    kernels_in = {p: text for p, text in files.items() if "__global__" in text}
-    assert len(kernels_in) >= 8
-    # A name inside `namespace rose` is mangled to _ZN4rose...
-    for path, text in kernels_in.items():
-        assert re.search(r"^namespace rose::\w+", text[: text.index("__global__")], re.MULTILINE), (
-            path
-        )
+    folder = Path(sanitize.__file__).parent
+    is_named: dict[str, list[bool]] = {}
+    for path in (*folder.rglob("*.cuh"), *folder.rglob("*.cu")):
+        before, kernel, _ = path.read_text().partition("__global__")
+        if kernel:
+            # A name inside `namespace rose` is mangled to _ZN4rose..., one inside `namespace {` is not.
+            spaces = re.findall(r"^namespace (.*)\{", before, re.MULTILINE)
+            is_named.setdefault(path.parent.name, []).append(
+                bool(spaces) and spaces[-1].startswith("rose::")
+            )
+    assert len(is_named["moe_experts"]) >= 8
+    assert {name for name, found in is_named.items() if all(found)} == sanitize.NAMED
     assert sanitize.OURS == "4rose"
+
+
+def test_what_the_tool_would_pass_over_is_not_called_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sanitize, "is_runnable", lambda *_: None)
+    monkeypatch.setattr(sanitize.aot, "cuda_libraries", lambda _name: [])
+    case = next(c for c in cases_module("moe_route").CASES if not c.large).name
+    with pytest.raises(RoseError, match="moe_route was to be looked at side by side"):
+        sanitize.trials_of(["moe_route"], CPU, case_name=case)
 
 
 def test_absent_sanitizer_is_an_error_with_what_to_do(

@@ -30,8 +30,10 @@ from rose.utils.errors import RoseError
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 USUAL = Path("/usr/local/cuda/bin/compute-sanitizer")
 OURS = "4rose"
-"""In the mangled name of each CUDA kernel of moe_experts and of no kernel of torch, cuBLAS or Triton. Those draw inputs
+"""In the mangled name of each CUDA kernel of `NAMED` and of no kernel of torch, cuBLAS or Triton. Those draw inputs
 and make references: most of the work, of which nothing is asked here."""
+NAMED = frozenset({"decode_layers", "moe_experts"})
+"""Operations all of whose CUDA kernels lie in `namespace rose`; others would be clean because nothing was looked at."""
 BLOCKS = 2
 """Of a persistent kernel under racecheck; blocks.cuh says why."""
 STAGES = {"moe_experts": ("rose.kernels.moe_experts.e4m3_stages", 4)}
@@ -110,6 +112,8 @@ def trials_of(
     """Return a trial for each CUDA implementation and each case of `branches` that it takes, after building all.
 
     `case_name`: that case instead.
+
+    Raises  RoseError where there are trials of an operation whose kernels the tool would pass over
     """
     require_names(operations, implementation=only, case=case_name)
     trials, builds = [], []
@@ -123,6 +127,11 @@ def trials_of(
             for case in chosen:
                 if is_runnable(i, case, device) is not None:
                     continue
+                if name not in NAMED:
+                    raise RoseError(
+                        f"{name} was to be looked at side by side, where the tool would pass over its kernels; "
+                        f"allowed: {', '.join(sorted(NAMED))}; leave out --jobs"
+                    )
                 words = ("-m", "rose.kernels", "check", name, "--only", i.name, "--case", case.name)
                 words += ("--seed", str(seed))
                 trials.append(Trial(implementation=i.name, case=case.name, words=words))
@@ -146,10 +155,8 @@ def trial_command(trial: Trial, tool: str) -> list[str]:
     """Return the command of a trial: the tool looks at `OURS` alone, and at tensor copies where its version can."""
     command = [find_sanitizer(), "--tool", tool, "--error-exitcode", str(REPORTED)]
     command += ["--kernel-name", f"kns={OURS}", "--print-limit", "20"]
-    command += [
-        "--max-connections",
-        "100",
-    ]  # ports to choose from, where many run beside each other
+    # Ports to choose from, where many run beside each other.
+    command += ["--max-connections", "100"]
     if tool == "memcheck":
         # Newer versions ask torch's calls more; kernels are what is asked about.
         command += ["--report-api-errors", "explicit"]
