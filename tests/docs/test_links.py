@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import subprocess
 from pathlib import Path
@@ -83,16 +82,3 @@ def test_performance_page_leads_to_every_experiment():
     pages = {f"experiments/{p.name}" for p in (ROOT / "docs/experiments").glob("*.md")}
     assert len(pages) >= 10
     assert pages - linked == set()
-
-
-def test_what_is_not_measured_names_steps_that_exist(monkeypatch):
-    text = (ROOT / "docs/performance.md").read_text()
-    table = text.split("\n## Not measured\n")[1].split("\n## ")[0]
-    words = re.findall(r'`"(.+?)"`( \(check\))?', table)
-    assert len(words) >= 10
-    monkeypatch.syspath_prepend(ROOT / "tools")
-    gpu = importlib.import_module("gpu")
-    asked = gpu.Asked(sizes=("20b", "120b"), out=ROOT / "results")
-    bench, check = list(gpu.bench_steps(asked)), list(gpu.check_steps(asked))
-    for word, is_check in words:
-        assert gpu.chosen(check if is_check else bench, word)  # else it says which there are
