@@ -47,6 +47,7 @@ def host(tmp_path_factory) -> ctypes.CDLL:
         kernels.parent / "moe_experts/decode_call.cuh",
         *kernels.glob("*.cuh"),
         HERE / "decode_host/launch.cuh",
+        HERE / "decode_host/products.cuh",
         *(HERE / "layers_host").iterdir(),
     ):
         (folder / path.name).write_text(path.read_text().replace("../moe_experts/", ""))

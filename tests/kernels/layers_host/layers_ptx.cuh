@@ -26,12 +26,6 @@ inline uint32_t warp_min(uint32_t v) {
   const auto all = gather(v);
   return *std::min_element(all.begin(), all.end());
 }
-inline unsigned ballot(bool v) {
-  const auto all = gather(int(v));
-  unsigned mask = 0;
-  for (int i = 0; i < 32; ++i) mask |= unsigned(all[i] != 0) << i;
-  return mask;
-}
 inline float shuffle_xor(float v, int d) { return exchange(v, (threadIdx.x & 31) ^ d); }
 inline float shuffle(float v, int from) { return exchange(v, from); }
 inline uint64_t read_once() { return 0; }

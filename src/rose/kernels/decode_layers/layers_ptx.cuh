@@ -54,7 +54,6 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
 
 __device__ __forceinline__ uint32_t warp_max(uint32_t v) { return __reduce_max_sync(~0u, v); }
 __device__ __forceinline__ uint32_t warp_min(uint32_t v) { return __reduce_min_sync(~0u, v); }
-__device__ __forceinline__ unsigned ballot(bool v) { return __ballot_sync(~0u, v); }
 __device__ __forceinline__ float shuffle_xor(float v, int d) { return __shfl_xor_sync(~0u, v, d); }
 __device__ __forceinline__ float shuffle(float v, int from) { return __shfl_sync(~0u, v, from); }
 
