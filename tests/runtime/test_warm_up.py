@@ -13,8 +13,10 @@ from rose.runtime.warm_up import warm_up_steps
 
 
 @pytest.mark.parametrize("has_graphs", [False, True])
-@pytest.mark.parametrize(("pages", "budget"), [(1, 8), (2, 8), (8, 64), (32, 256)])
-def test_every_made_up_step_runs(pages, budget, has_graphs):
+@pytest.mark.parametrize(
+    ("pages", "budget", "slots"), [(1, 8, 4), (2, 8, 4), (8, 64, 4), (32, 256, 4), (8, 64, 1)]
+)
+def test_every_made_up_step_runs(pages, budget, slots, has_graphs):
     model = FakeModel()
     engine = LLMEngine.from_model(
         model,
@@ -23,7 +25,7 @@ def test_every_made_up_step_runs(pages, budget, has_graphs):
             device="cpu",
             cache=CacheConfig(page_tokens=16, kv_tokens=16 * max(2, pages)),
             scheduler=SchedulerConfig(
-                max_step_tokens=budget, max_mixed_tokens=budget, max_sequences=4
+                max_step_tokens=budget, max_mixed_tokens=budget, max_sequences=slots
             ),
         ),
     )
@@ -31,7 +33,7 @@ def test_every_made_up_step_runs(pages, budget, has_graphs):
         warm_up_steps(
             engine.table.layout,
             num_pages=pages,
-            num_slots=4,
+            num_slots=slots,
             max_tokens=min(budget, 16 * pages),
             has_graphs=has_graphs,
         )
@@ -41,5 +43,7 @@ def test_every_made_up_step_runs(pages, budget, has_graphs):
         assert list(result.token_ids) == plan.sample_slots
     alone = [len(s.decode) for s in steps if not s.prefill]
     beside = [len(s.decode) for s in steps if s.prefill and s.decode]
-    assert beside == ([1, 2, 3] if pages > 1 else [])
-    assert alone == ([1, 2, 4] if pages > 1 and not has_graphs else [])
+    has_two = pages > 1 and slots > 1
+    assert beside == ([1, 2, 3] if has_two else [])
+    decoding = [1, 2, 4] if has_two else [1]
+    assert alone == ([] if has_graphs else decoding), "one sequence alone decodes too"

@@ -59,16 +59,18 @@ def warm_up_steps(
         for top_p in (1.0, 0.9):
             sampling = SamplingParams(top_p=top_p, seed=0)
             yield prompt_step(layout, num_tokens, sampling=sampling)
-    if num_slots < 2 or num_pages < 2:
-        return
+    has_two = num_slots > 1 and num_pages > 1
     # One row less than there are slots, which the prompt beside them takes.
-    for num_rows in _up_to(min(num_slots, max_tokens) - 1):
+    for num_rows in _up_to(min(num_slots, max_tokens) - 1) if has_two else []:
         num_tokens = min(max_tokens - num_rows, layout.page_tokens - 1)
         beside = prompt_step(layout, num_tokens, slot=num_rows, first_page=1)
         yield _with_decode(layout, num_rows, beside)
     if has_graphs:
         return
-    for num_rows in _up_to(min(num_slots, max_tokens)):
+    # Pages and lengths of slots are those of the steps before; where these were prompts alone, of one short prompt.
+    if not has_two:
+        yield prompt_step(layout, 1)
+    for num_rows in _up_to(min(num_slots, max_tokens) if has_two else 1):
         yield _decode_step(num_rows, max_length=layout.page_tokens)
 
 
