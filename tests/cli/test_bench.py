@@ -100,13 +100,22 @@ def test_what_has_no_price_is_said_and_not_priced(tmp_path, capsys):
 TINY = ["--size", "tiny", "--device", "cpu", "--layers", "1", "--kv-tokens", "4096"]
 
 
+def test_the_help_of_a_load_says_what_is_left_out(capsys):
+    assert run(["bench", "load", "--help"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert (
+        "what the engine cannot run side by side (scheduler.max_sequences, the KV cache) is left out"
+        in told
+    )
+
+
 def test_cells_that_fail_are_lines_and_the_others_go_on(tmp_path, capsys):
     path = tmp_path / "r.jsonl"
     arguments = ["bench", "load", *TINY, "--input-tokens", "20", "--output-tokens", "40"]
     arguments += ["--in-flight", "1,300,2", "--seconds", "1e-9", "--json", str(path)]
     assert run(arguments) == 1
     out = " ".join(capsys.readouterr().out.split())  # words wrap where the terminal ends
-    assert "left out: load 20/40, 300 in flight: " in out
+    assert "left out: load 20/40, 300 in flight: 300 sequences, the engine runs 256" in out
     for number in (1, 2):
         assert (
             f"failed: load 20/40, {number} in flight: no request of {number} in flight had" in out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from rose.kernels import registry
+from rose.kernels.__main__ import main
 from rose.kernels.bench import bench_all, time_case
 from rose.kernels.check import Draw, cases_module, clone
 from rose.kernels.registry import Band, Implementation
@@ -67,3 +68,16 @@ def test_a_draw_computes_each_reference_once(monkeypatch):
     first, second = draw.fresh(), draw.fresh()
     assert first["x_TD"] is not second["x_TD"]
     assert torch.equal(first["x_TD"], second["x_TD"])
+
+
+def test_an_operation_of_which_nothing_is_timed_here_is_said(capsys):
+    assert main(["bench", "decode_layers", "--device", "cpu"]) == 1
+    told = capsys.readouterr().out
+    assert told.startswith("decode_layers: nothing is timed here: ")
+    assert "cuda_stack: large case, left out on a CPU" in told
+    words = ["bench", "decode_layers", "rms_norm", "--case", "decode_1", "--device", "cpu"]
+    assert main(words) == 0
+    *timed, told = capsys.readouterr().out.splitlines()
+    assert all(line.startswith("rms_norm/") for line in timed)
+    assert timed
+    assert told.startswith("decode_layers: nothing is timed here: ")

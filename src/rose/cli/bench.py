@@ -94,7 +94,9 @@ _decode_options = (
 _load_options = (
     _list("--input-tokens", "1024,8192", "Prompt lengths."),
     _number("--output-tokens", 1024, "Tokens that each request generates.", least=2),
-    _list("--in-flight", "1,2,4,8,16,32,64,128,256", "Requests that are always running or waiting."),
+    _list("--in-flight", "1,2,4,8,16,32,64,128,256",
+          "Requests that run at once, each replaced as it ends; what the engine cannot run side by side "
+          "(scheduler.max_sequences, the KV cache) is left out, and said."),
     _number("--rounds", 3, "Whole requests to measure, per request in flight."),
     click.option("--seconds", type=Number(min=0, min_open=True),
                  help="End a cell after so long, and count what was seen of requests that run on."),

@@ -15,6 +15,9 @@ from rose.runtime.memory import MemoryPlan
 from rose.sampling.sampler import Sampler
 from rose.utils.device import DeviceFacts
 
+UNFUSED = "blocks"
+"""The name in the table where the parts of a fusion of layers run."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltDecoder:
@@ -40,15 +43,40 @@ class BuiltDecoder:
 
 
 def _by_implementation(table: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
-    """Join the regimes of an operation that have the same implementation: (operation, implementation, regimes)."""
+    """Join the regimes of an operation that have the same implementation: (operation, implementation, regimes).
+
+    A fusion is asked for in some steps only; where its parts run instead, the regime says how.
+    """
     regimes: dict[tuple[str, str], list[str]] = {}
     for operation, regime, implementation in table:
-        regimes.setdefault((operation, implementation), []).append(regime)
+        regimes.setdefault((operation, implementation), []).append(_steps(regime))
     most = {op: sum(len(r) for (o, _), r in regimes.items() if o == op) for op, _ in regimes}
     return [
-        (op, impl, "everywhere" if len(r) == most[op] > 1 else ", ".join(r))
+        (op, impl, "everywhere" if len(r) == most[op] > 1 else ", ".join(r) + _how(impl))
         for (op, impl), r in regimes.items()
     ]
+
+
+def _steps(regime: str) -> str:
+    """Return a regime ("decode 1..16") in words for who runs a server."""
+    phase, _, rows = regime.partition(" ")
+    least, dots, most = rows.partition("..")
+    if not dots:
+        return regime
+    counted = {"decode": "sequence", "prefill": "token"}[phase]
+    if least == most:
+        return f"{phase} of {least} {counted}" + ("" if least == "1" else "s")
+    return (
+        f"{phase} of {least} to {most} {counted}s"
+        if most
+        else f"{phase} of {least} or more {counted}s"
+    )
+
+
+def _how(implementation: str) -> str:
+    """Return what a row adds where a fusion has no kernel; `implementation` may have a reason behind it."""
+    is_unfused = implementation.partition(" (")[0] == UNFUSED
+    return ": layer by layer, as other steps" if is_unfused else ""
 
 
 def build_decoder(

@@ -246,13 +246,16 @@ def _sanitize_side_by_side(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    failed = False
+    failed, num_lines = False, 0
+    left_out: list[str] = []
     for line in bench_all(
         detect(arguments.device),
         operations=arguments.operations,
         only=arguments.only,
         case_name=arguments.case,
+        untimed=lambda name, why: left_out.append(f"{name}: nothing is timed here: {why}"),
     ):
+        num_lines += 1
         failed |= "error" in line
         _say(
             f"{line['operation']}/{line['implementation']} {line['case']}: "
@@ -263,7 +266,10 @@ def _bench(arguments: argparse.Namespace) -> int:
             )
         )
         _append(arguments.json, line)
-    return 1 if failed else 0
+    # Who asked for all, or for one implementation, knows that many operations have nothing here.
+    for text in left_out if arguments.operations or not num_lines else ():
+        _say(text)
+    return 1 if failed or not num_lines else 0
 
 
 def _aot(arguments: argparse.Namespace) -> int:

@@ -148,15 +148,19 @@ def bench_all(
     operations: list[str] | None = None,
     only: str | None = None,
     case_name: str | None = None,
+    untimed: Callable[[str, str], None] = lambda _operation, _why: None,
 ) -> Iterator[dict[str, Any]]:
     """Check, then time, every implementation over its timed cases; one JSON-ready line each.
+
+    `untimed` is called for each operation that has no line, with the reasons.
 
     Raises  ContractError for a name that is not known
     """
     names = operations or registry.operation_names()
     require_names(names, implementation=only, case=case_name)
     for name in names:
-        operation = registry.load(name)
+        operation, num_lines = registry.load(name), 0
+        refused: dict[str, None] = {}
         for case in cases_module(name).CASES:
             if not case.timed or case_name not in (None, case.name):
                 continue
@@ -164,8 +168,11 @@ def bench_all(
             for implementation in registry.implementations(name):
                 if implementation.name == "reference" or only not in (None, implementation.name):
                     continue
-                if is_runnable(implementation, case, device) is not None:
+                reason = is_runnable(implementation, case, device)
+                if reason is not None:
+                    refused[f"{implementation.name}: {reason}"] = None
                     continue
+                num_lines += 1
                 head = {"operation": name, "implementation": implementation.name, "case": case.name}
                 try:
                     draw = draw or Draw(operation, case, 1, device)
@@ -180,3 +187,5 @@ def bench_all(
                     yield time_case(operation, implementation, case, device, draw=draw)
                 except Exception as error:  # noqa: BLE001 - one broken kernel must not hide the others
                     yield {"bench": "kernel", **head, "error": f"{type(error).__name__}: {error}"}
+        if not num_lines:
+            untimed(name, "; ".join(refused) or "no case that is timed")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 ENGINE_PACKAGES = ("torch", "numpy", "safetensors", "triton")
-"""Of the extra `engine`."""
+"""Of the extra `engine`; triton of the extra of its name."""
 
 
 def missing_package(what: str, error: ModuleNotFoundError) -> str | None:
@@ -11,7 +11,10 @@ def missing_package(what: str, error: ModuleNotFoundError) -> str | None:
     package = (error.name or "").partition(".")[0]
     if package not in ENGINE_PACKAGES:
         return None
+    packages, extra = (
+        ("it", "engine,triton") if package == "triton" else ("the engine's packages", "engine")
+    )
     return (
         f"{what} needs {package}, which is not installed here; "
-        "install the engine's packages: pip install 'rose-engine[engine]'"
+        f"install {packages}: pip install 'rose-engine[{extra}]'"
     )
