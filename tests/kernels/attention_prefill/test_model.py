@@ -35,7 +35,8 @@ def sources(folder: Path, edits: tuple[tuple[str, str, str], ...] = ()) -> Path:
     """Put the kernel and the model side by side; return the file to compile. `edits`: (file, old, new)."""
     for path in FOLDER.glob("*.cuh"):
         shutil.copy(path, folder)
-    for path in (*MODEL.glob("*.cuh"), build.COMMON / "ring.cuh", build.COMMON / "warp.cuh"):
+    plain = (build.COMMON / name for name in ("blocks.cuh", "ring.cuh", "warp.cuh"))
+    for path in (*MODEL.glob("*.cuh"), *plain):
         shutil.copy(path, folder)
     text = cuda_impl.SOURCE.read_text()
     (folder / "main.cpp").write_text(text)
