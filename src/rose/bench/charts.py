@@ -111,17 +111,21 @@ def _cost_chart(results: Results, targets: Targets, path: Path, price: float) ->
             cells = [c for c in targets.cells.values() if (c.bench, c.model) == ("decode", model)]
             pairs = [(c.numbers["batch"], getattr(c, name)) for c in cells]
             _plot_points(axis, decode_points([p for p in pairs if p[1]], price), style)
-        shades = iter((0.55, 0.4, 0.3, 0.2))
+        others = iter(((0.7, "-."), (0.6, ":"), (0.5, (0, (1, 3))), (0.4, (0, (6, 3)))))
         for context, lines in decode_lines(results, model).items():
             is_compared = context == COMPARED_CONTEXT
+            alpha, line = (1.0, "-") if is_compared else next(others, (0.4, "-"))
             style = {
                 "color": OURS,
-                "alpha": 1.0 if is_compared else next(shades, 0.2),
+                "alpha": alpha,
+                "ls": line,
                 "marker": "o",
                 "label": f"rose, context {context}",
             }
             # One curve's labels are enough: the others have the same batches, and would overlap.
-            _plot_points(axis, decode_points(lines, price), style, has_labels=is_compared)
+            # Above and to the left, where neither the curve itself nor those of shorter contexts lie.
+            points = decode_points(lines, price)
+            _plot_points(axis, points, style, has_labels=is_compared, label_at=(-13, 3))
         axis.set_yscale("log")
         axis.set_xlim(left=0)
         axis.set_xlabel("tokens/s per user")
