@@ -89,22 +89,25 @@ struct Block {
     add_release(&counters().arrived[phase].value, arrivals);
   }
 
+  // Ask until it is so; a build with the watchdog traps after two seconds, as mbarrier_wait does.
+  template <class Ask>
+  __device__ static void wait_until(Ask is_so) {
+    const int64_t begin = kWatchdog ? nanoseconds() : 0;
+    while (!is_so()) {
+      if (kWatchdog && nanoseconds() - begin > 2000000000) trap();
+    }
+  }
+
   // Wait for everybody at the barrier after a phase. What was written before their arrival is seen by this thread, and
   // by those who meet it at a barrier of the block.
   __device__ void wait_for_all(int layer, Phase phase) const {
     const int wanted = (layer + 1) * kTeams * P::kBlocks;
     const int* arrived = &counters().arrived[phase].value;
-    const int64_t begin = kWatchdog ? nanoseconds() : 0;
-    while (load_acquire(arrived) < wanted) {
-      if (kWatchdog && nanoseconds() - begin > 2000000000) trap();
-    }
+    wait_until([&] { return load_acquire(arrived) >= wanted; });
   }
 
   __device__ static void wait_cluster(uint32_t barrier, uint32_t parity) {
-    const int64_t begin = kWatchdog ? nanoseconds() : 0;
-    while (!try_wait_cluster(barrier, parity)) {
-      if (kWatchdog && nanoseconds() - begin > 2000000000) trap();
-    }
+    wait_until([&] { return try_wait_cluster(barrier, parity); });
   }
 
   // All warps that multiply.

@@ -11,43 +11,49 @@ using namespace rose::layers;
 // not all parts of the chip have as many multiprocessors; 120 blocks share out all matrices but qkv evenly.
 using GptOss = Model<2880, 2880, 64, 8, 8, 8, 15>;
 
+// The launch of a plan, with its attributes.
+template <class P>
+struct Launch {
+  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchConfig_t config = {};
+
+  explicit Launch(cudaStream_t stream) {
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim.x = P::kCluster, attributes[0].val.clusterDim.y = 1, attributes[0].val.clusterDim.z = 1;
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
+    config.gridDim = dim3(P::kBlocks);
+    config.blockDim = dim3(P::kThreads);
+    config.dynamicSmemBytes = P::kSharedBytes;
+    config.stream = stream;
+    config.attrs = attributes;
+    config.numAttrs = 2;
+  }
+
+  static cudaError_t allow_shared_memory() {
+    return cudaFuncSetAttribute(layers_kernel<P>, cudaFuncAttributeMaxDynamicSharedMemorySize, P::kSharedBytes);
+  }
+};
+
 template <int kExperts>
 cudaError_t run(const Call& call, cudaStream_t stream) {
   using P = Plan<GptOss, kExperts>;
-  cudaError_t error = cudaFuncSetAttribute(layers_kernel<P>, cudaFuncAttributeMaxDynamicSharedMemorySize, P::kSharedBytes);
+  const cudaError_t error = Launch<P>::allow_shared_memory();
   if (error != cudaSuccess) return error;
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim.x = P::kCluster, attributes[0].val.clusterDim.y = 1, attributes[0].val.clusterDim.z = 1;
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(P::kBlocks);
-  config.blockDim = dim3(P::kThreads);
-  config.dynamicSmemBytes = P::kSharedBytes;
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  return cudaLaunchKernelEx(&config, layers_kernel<P>, call);
+  const Launch<P> launch(stream);
+  return cudaLaunchKernelEx(&launch.config, layers_kernel<P>, call);
 }
 
 // Clusters that the device holds at once, or an error as a negative number.
 template <int kExperts>
 int clusters_at_once() {
   using P = Plan<GptOss, kExperts>;
-  cudaError_t error = cudaFuncSetAttribute(layers_kernel<P>, cudaFuncAttributeMaxDynamicSharedMemorySize, P::kSharedBytes);
+  cudaError_t error = Launch<P>::allow_shared_memory();
   if (error != cudaSuccess) return -static_cast<int>(error);
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = P::kCluster, attribute.val.clusterDim.y = 1, attribute.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(P::kBlocks);
-  config.blockDim = dim3(P::kThreads);
-  config.dynamicSmemBytes = P::kSharedBytes;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  Launch<P> launch(nullptr);
+  launch.config.numAttrs = 1;  // the clusters alone, as far as a place on the device is asked for
   int clusters = 0;
-  error = cudaOccupancyMaxActiveClusters(&clusters, layers_kernel<P>, &config);
+  error = cudaOccupancyMaxActiveClusters(&clusters, layers_kernel<P>, &launch.config);
   return error == cudaSuccess ? clusters : -static_cast<int>(error);
 }
 
