@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from rose.bench.charts import decode_lines, decode_points, draw, load_lines
+from rose.bench.charts import (
+    ABOVE_LEFT,
+    ABOVE_RIGHT,
+    BELOW,
+    BELOW_LEFT,
+    decode_lines,
+    decode_points,
+    draw,
+    load_lines,
+    place_labels,
+)
 from rose.bench.cost import line_cost, usd_per_million
 from rose.bench.report import markdown, mixed_models, num_short, summary, verdict
 from rose.bench.results import read
@@ -87,7 +97,8 @@ def test_made_up_kv_takes_no_cell_of_the_score_table(tmp_path):
     assert results.cells[("decode", "20b", 1, 1, 1, 8, 8192)]["median"] == 5.0
     assert decode_lines(results, "20b") == {1024: [(8, 3.0)], 8192: [(8, 5.0)]}
     text = markdown(results, TARGETS)
-    assert "| decode 8 x 1024 (KV made up) | 3 ms |" in text
+    [row] = [x for x in text.splitlines() if "| decode 8 x 1024 (KV made up) | 3 ms |" in x]
+    assert row.endswith("| `a` | `abc` |"), "configuration and commit"
 
 
 @pytest.mark.parametrize(
@@ -256,6 +267,7 @@ def test_load_mixed_and_kernel_lines_have_tables(tmp_path):
             "output_tokens_per_s": 2000.0, "timed": "whole requests", **times}  # fmt: skip
     on_cpu = {**load, "device": "cpu", "output_tokens_per_s": 40.0}
     cut = {**load, "output_tokens_per_s": 9.0, "timed": "what was seen, 20 s at most"}
+    del cut["commit"]  # which a line of the closed loop can lack
     mixed = {**LINE, "bench": "mixed", "batch": 32, "context": 1024, "prompt_tokens": 32768,
              "quiet_ms": 6.0, "p99": 123.4, "prompt_ms": 1500.0}  # fmt: skip
     kernel = {"bench": "kernel", "operation": "gemm", "case": "qkv_1", "implementation": "torch",
@@ -284,19 +296,23 @@ def test_load_mixed_and_kernel_lines_have_tables(tmp_path):
     lines = (growth, load, on_cpu, cut, mixed, slower, kernel, many, accuracy, foreign)
     text = markdown(_read(tmp_path, *lines), TARGETS)
     assert (
-        "| 20b | NVIDIA H200 | 1024 / 512 | 8 | 2000 | 50 (90) | 4.00 (7.50) | 0.417 | whole requests |"
+        "| 20b | NVIDIA H200 | 1024 / 512 | 8 | 2000 | 50 (90) | 4.00 (7.50) | 0.417 | whole requests | `abc` |"
         in text
     )
     assert (
-        "| 20b | cpu | 1024 / 512 | 8 | 40 | 50 (90) | 4.00 (7.50) | - | whole requests |" in text
+        "| 20b | cpu | 1024 / 512 | 8 | 40 | 50 (90) | 4.00 (7.50) | - | whole requests | `abc` |"
+        in text
     )
-    assert "| 92.593 | what was seen, 20 s at most |" in text, "a line of its own"
-    assert "| 20b | 32 x 1024 | 32768 | 6.0 | 0.1 | 123.4 | 1.50 |" in text
+    assert "| 92.593 | what was seen, 20 s at most | - |" in text, "a line of its own"
+    assert "| 20b | 32 x 1024 | 32768 | 6.0 | 0.1 | 123.4 | 1.50 | `abc` |" in text
     assert "| gemm | qkv_1 | torch | 12.5 | - | 50% | 3 | 2.00 | triton 2.0x |" in text
-    assert "| 20b | 2 layers, 4096 tokens | 0.5 | - | 0.3 | 0.25 | 0.1 | 0.50 | 0.25 |" in text
-    assert "| 20b | 1000 | 32 | 248 | 0.0 | 2.0 | 0.0 | -0.5 |" in text
+    assert (
+        "| 20b | 2 layers, 4096 tokens | 0.5 | - | 0.3 | 0.25 | 0.1 | 0.50 | 0.25 | `a` | `abc` |"
+        in text
+    )
+    assert "| 20b | 1000 | 32 | 248 | 0.0 | 2.0 | 0.0 | -0.5 | `abc` |" in text
     assert "1 left aside" in text
-    assert "| 20b | 128 x 8192 | 154880 | 77440 | 2.00 |" in text
+    assert "| 20b | 128 x 8192 | 154880 | 77440 | 2.00 | `abc` |" in text
 
 
 def test_broken_files_are_named(tmp_path):
@@ -342,6 +358,26 @@ def test_report_and_charts_are_written_with_links_from_the_report(tmp_path, caps
     assert "](charts/load.png)" in out.read_text()
     for name in ("cost.png", "prefill.png", "load.png"):
         assert (charts / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_labels_of_points_that_are_close_do_not_cover_each_other():
+    pytest.importorskip("matplotlib")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.8, 4.2), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    points = [(600.0, 500), (45.0, 5990), (26.0, 6160)]
+    axis.plot(*zip(*points, strict=True), marker="o")
+    for point, number in zip(points, ("1", "128", "256"), strict=True):
+        axis.annotate(number, point, xytext=(0, 0), textcoords="offset points", fontsize=7.5)
+    axis.set_xlim(left=0)
+    place_labels(figure, (ABOVE_RIGHT, BELOW_LEFT, BELOW, ABOVE_LEFT))
+    one, *close = (label.get_window_extent() for label in axis.texts)
+    assert not close[0].overlaps(close[1])
+    assert one.x0 > axis.transData.transform(points[0])[0], "nothing is in the way of the first"
+    assert all(box.x0 >= axis.bbox.x0 for box in close), "beyond the edge are the axis' numbers"
 
 
 def test_without_a_load_there_is_no_chart_of_it(tmp_path):

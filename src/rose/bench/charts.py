@@ -122,10 +122,8 @@ def _cost_chart(results: Results, targets: Targets, path: Path, price: float) ->
                 "marker": "o",
                 "label": f"rose, context {context}",
             }
-            # One curve's labels are enough: the others have the same batches, and would overlap.
-            # Above and to the left, where neither the curve itself nor those of shorter contexts lie.
-            points = decode_points(lines, price)
-            _plot_points(axis, points, style, has_labels=is_compared, label_at=(-13, 3))
+            # One curve's labels are enough: the others have the same batches.
+            _plot_points(axis, decode_points(lines, price), style, has_labels=is_compared)
         axis.set_yscale("log")
         axis.set_xlim(left=0)
         axis.set_xlabel("tokens/s per user")
@@ -133,16 +131,49 @@ def _cost_chart(results: Results, targets: Targets, path: Path, price: float) ->
         axis.yaxis.set_minor_formatter(_sparse)
         axis.legend(loc="lower right")
     axes[0].set_ylabel("USD per million output tokens")
+    # Above and to the left first: there are neither the curve itself nor those of shorter contexts.
+    place_labels(figure, (ABOVE_LEFT, ABOVE, BELOW_RIGHT, BELOW))
     figure.savefig(path)
 
 
+Place = tuple[tuple[int, int], str]
+"""Of a label beside its point: offset in points, and which of its sides is there."""
+ABOVE_LEFT: Place = ((-3, 3), "right")
+ABOVE: Place = ((0, 5), "center")
+ABOVE_RIGHT: Place = ((3, 4), "left")
+BELOW_LEFT: Place = ((-3, -9), "right")
+BELOW: Place = ((0, -11), "center")
+BELOW_RIGHT: Place = ((3, -9), "left")
+
+
+def place_labels(figure: Any, places: Sequence[Place]) -> None:
+    """Put each label to the first place beside its point where it meets fewest curves, other labels and left edges.
+
+    Call it last: what moves the axes later moves points, and labels with them, by different amounts.
+    """
+    figure.draw_without_rendering()  # sizes and scales are set only now
+    for axis in figure.axes:
+        curves = [x.get_transform().transform_path(x.get_path()) for x in axis.lines]
+        taken: list[Any] = []
+        for label in axis.texts:
+            met = []
+            for place in places:
+                _put(label, place)
+                box = label.get_window_extent().padded(1)
+                crossed = sum(curve.intersects_bbox(box, filled=False) for curve in curves)
+                covered = sum(box.overlaps(other) for other in taken)
+                met.append(crossed + covered + (box.x0 < axis.bbox.x0))
+            _put(label, places[met.index(min(met))])
+            taken.append(label.get_window_extent())
+
+
+def _put(label: Any, place: Place) -> None:
+    label.xyann, side = place
+    label.set_horizontalalignment(side)
+
+
 def _plot_points(
-    axis: Any,
-    points: list[Point],
-    style: dict[str, Any],
-    *,
-    has_labels: bool = False,
-    label_at: tuple[int, int] = (5, -9),
+    axis: Any, points: list[Point], style: dict[str, Any], *, has_labels: bool = False
 ) -> None:
     if not points:
         return
@@ -151,7 +182,7 @@ def _plot_points(
         axis.annotate(
             str(batch),
             (x, y),
-            xytext=label_at,
+            xytext=(0, 0),
             textcoords="offset points",
             fontsize=7.5,
             color=style["color"],
@@ -219,7 +250,7 @@ def _load_chart(results: Results, path: Path) -> bool:
     for color, ((model, given, made), lines) in zip(shades, curves.items(), strict=False):
         style = {"color": color, "marker": "o", "label": f"{model}, {given} in, {made} out"}
         points = [(1e3 / x["token_ms"], x["output_tokens_per_s"], x["in_flight"]) for x in lines]
-        _plot_points(rate, points, style, has_labels=True, label_at=(3, 4))
+        _plot_points(rate, points, style, has_labels=True)
         in_flight = [x["in_flight"] for x in lines]
         first.plot(in_flight, [x["first_token_ms"] for x in lines], lw=1.6, ms=4, **style)
         first.plot(in_flight, [x["first_token_ms_p99"] for x in lines], lw=0.8, color=color)
@@ -238,6 +269,7 @@ def _load_chart(results: Results, path: Path) -> bool:
     first.yaxis.set_minor_formatter(_sparse)
     for axis in (rate, first):
         axis.legend(loc="best")
+    place_labels(figure, (ABOVE_RIGHT, BELOW_LEFT, BELOW, ABOVE_LEFT))
     figure.savefig(path)
     return True
 

@@ -189,11 +189,16 @@ def _cost_table(lines: Iterable[Line], price: float) -> str:
                 f"{made[1]:.3f} per M {made[0]} tokens" if made else "-",
                 _figure(line.get("distinct_experts")),
                 f"`{line.get('config', '-')}`",
+                _commit(line),
             ]
         )
-    return table(
-        ["model", "cell", "median", f"USD at {price:g}/h", "experts hit", "configuration"], rows
-    )
+    heads = ["model", "cell", "median", f"USD at {price:g}/h", "experts hit", "configuration"]
+    return table([*heads, "commit"], rows)
+
+
+def _commit(line: Line) -> str:
+    """Return the commit that a line was measured at; rows of one table may be of several."""
+    return f"`{line['commit']}`" if "commit" in line else "-"
 
 
 def _order(line: Line) -> tuple[Any, ...]:
@@ -219,6 +224,7 @@ def _load(results: Results, price: float) -> list[str]:
                 f"{x['token_ms']:.2f} ({x['token_ms_p99']:.2f})",
                 f"{made[1]:.3f}" if made else "-",
                 x["timed"],
+                _commit(x),
             ]
         )
     heads = [
@@ -229,7 +235,7 @@ def _load(results: Results, price: float) -> list[str]:
         "output tokens/s",
         "first token, ms (p99)",
     ]
-    heads += ["per token, ms (p99)", f"USD per M output at {price:g}/h", "timed"]
+    heads += ["per token, ms (p99)", f"USD per M output at {price:g}/h", "timed", "commit"]
     return ["## Closed loop", table(heads, rows)]
 
 
@@ -245,8 +251,9 @@ def _many(results: Results, targets: Targets) -> list[str]:
         ours = x["tokens_per_s"]
         ratio = f"{ours / peer:.2f}" if peer else "-"
         cell = f"{x['prompts']} x {x['tokens']}"
-        rows.append([x["model"], cell, f"{ours:.0f}", f"{peer:.0f}" if peer else "-", ratio])
-    heads = ["model", "prompts", "tokens/s", "peer", "ours / peer"]
+        figures = [f"{ours:.0f}", f"{peer:.0f}" if peer else "-", ratio]
+        rows.append([x["model"], cell, *figures, _commit(x)])
+    heads = ["model", "prompts", "tokens/s", "peer", "ours / peer", "commit"]
     return ["## Prefill of many prompts", table(heads, rows)] if rows else []
 
 
@@ -260,6 +267,7 @@ def _mixed(results: Results) -> list[str]:
             f"{x['median']:.1f}",
             f"{x['p99']:.1f}",
             f"{x['prompt_ms'] / 1e3:.2f}",
+            _commit(x),
         ]
         for x in results.others.get("mixed", [])
     ]
@@ -271,6 +279,7 @@ def _mixed(results: Results) -> list[str]:
         "gap, ms",
         "p99, ms",
         "prompt's first token, s",
+        "commit",
     ]
     return ["## Decoding while a long prompt enters", table(heads, rows)] if rows else []
 
@@ -284,6 +293,7 @@ def _growth(results: Results) -> list[str]:
             str(x["requests"]),
             *(f"{x['grown'][name] / 2**20:.1f}" for name in
               ("allocated_bytes", "reserved_bytes", "taken_bytes", "resident_bytes")),
+            _commit(x),
         ]
         for x in results.others.get("growth", [])
     ]  # fmt: skip
@@ -295,7 +305,7 @@ def _growth(results: Results) -> list[str]:
         "allocated, MiB",
         "reserved, MiB",
     ]
-    heads += ["taken on the device, MiB", "resident on the host, MiB"]
+    heads += ["taken on the device, MiB", "resident on the host, MiB", "commit"]
     return ["## Growth of memory", table(heads, rows)] if rows else []
 
 
@@ -310,9 +320,11 @@ def _accuracy(results: Results) -> list[str]:
                 *(_figure(errors.get(name)) for name in ERRORS),
                 *(f"{ratio:.2f}" for ratio in ratios(errors).values()),
                 f"`{x.get('config', '-')}`",
+                _commit(x),
             ]
         )
     heads = ["model", "run", *ERRORS.values(), "prefill / bf16", "decode / bf16", "configuration"]
+    heads.append("commit")
     text = (
         "Relative errors of the logits. Ratios: prefill against the reference that rounds as its kernels do, "
         "decode against the plain one, each over PyTorch in bf16; the limit is 1.2. Where the cache rounds KV, all of "
