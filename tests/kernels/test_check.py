@@ -59,6 +59,21 @@ def test_ctrl_c_ends_a_check_with_one_word(monkeypatch, capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
+@pytest.mark.parametrize("seed", [str(2**63), str(2**64), "-1", "x"])
+def test_a_seed_that_no_generator_takes_is_refused_before_any_case(seed, capsys):
+    with pytest.raises(SystemExit) as ended:
+        kernels_main(["check", "rms_norm", "--device", "cpu", f"--seed={seed}"])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: argument --seed: ")
+    assert told.count("\n") == 1
+
+
+def test_the_largest_seed_is_taken(capsys):
+    few = ["check", "rms_norm", "--device", "cpu", "--few", "1", "--seed", str(2**63 - 1)]
+    assert kernels_main(few) == 0
+
+
 def test_a_right_kernel_passes():
     assert outcome(right).status == "ok"
 

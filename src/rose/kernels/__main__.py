@@ -104,7 +104,9 @@ def main(
         metavar="WORD",
         help="check: build the CUDA libraries with it (ROSE_WATCHDOG: a wait of two seconds traps)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="check: seed of the random inputs")
+    parser.add_argument(
+        "--seed", type=_seed, default=0, help="check, sanitize: seed of the random inputs"
+    )
     parser.add_argument(
         "--json",
         type=Path,
@@ -295,6 +297,13 @@ def _aot(arguments: argparse.Namespace) -> int:
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    # torch's generators take 64 bits, signed or not; the other commands of rose take these.
+    if not text.isdecimal() or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 to 2**63 - 1")
     return int(text)
 
 
