@@ -15,6 +15,7 @@ from rose.bench.accuracy import measure, prefill_kernels, prefill_rounding, run_
 from rose.bench.build import setup
 from rose.bench.ratios import ratios
 from rose.kernels.quantize_activation.reference import rounded
+from rose.kernels.registry import REGIMES, SHORT_PREFILL, KernelRow
 from rose.layers.build import LayerBuild
 from rose.models.gpt_oss.model import GptOss
 from rose.models.gpt_oss.synthetic import synthetic_parameters
@@ -80,8 +81,8 @@ def test_sinks_left_out_are_seen():
 
 def test_the_rounding_of_the_experts_is_that_of_the_kernel_which_takes_so_many_tokens():
     table = [
-        ("moe_experts", "prefill 1..2048", "cuda_swapped"),
-        ("moe_experts", "prefill 2049..", "cuda_wide"),
+        KernelRow("moe_experts", SHORT_PREFILL, "cuda_swapped"),
+        KernelRow("moe_experts", REGIMES[-1], "cuda_wide"),
     ]
     model = SimpleNamespace(kernel_table=lambda: table)
     assert prefill_kernels(model, 2048) == {"moe_experts": "cuda_swapped"}

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from rose.decoders.build import UNFUSED, _by_implementation
+from rose.config.engine import KernelsConfig
+from rose.config.quant import QuantConfig
+from rose.decoders.build import _by_implementation
 from rose.kernels import registry
-from rose.kernels.registry import REGIMES
+from rose.kernels.registry import REGIMES, KernelRow
+from rose.layers.build import LayerBuild
 
 
 def test_an_implementation_of_all_regimes_is_bound_everywhere():
-    assert _by_implementation([("gemm", str(r), "torch") for r in REGIMES]) == [
+    assert _by_implementation([KernelRow("gemm", r, "torch") for r in REGIMES]) == [
         ("gemm", "torch", "everywhere")
     ]
 
 
 def test_regimes_are_told_in_words():
-    table = [("gemm", str(r), f"kernel_{i}") for i, r in enumerate(REGIMES)]
+    table = [KernelRow("gemm", r, f"kernel_{i}") for i, r in enumerate(REGIMES)]
     assert [words for _, _, words in _by_implementation(table)] == [
         "decode of 1 to 16 sequences",
         "decode of 17 to 48 sequences",
@@ -28,22 +33,32 @@ def test_regimes_are_told_in_words():
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("row", "name", "words"),
     [
-        ("cuda_stack", "decode of 1 sequence"),
-        ("blocks", "decode of 1 sequence: layer by layer, as other steps"),
+        ({}, "anything", "decode of 1 sequence"),
+        ({"is_unfused": True}, "anything", "decode of 1 sequence: layer by layer, as other steps"),
         (
-            "blocks (cuda_stack: needs 15 clusters (of 8))",
+            {"is_unfused": True, "refused_here": "cuda_stack: needs 15 clusters (of 8)"},
+            "anything (cuda_stack: needs 15 clusters (of 8))",
             "decode of 1 sequence: layer by layer, as other steps",
         ),
     ],
 )
-def test_a_fusion_whose_parts_run_is_told_as_such_and_keeps_the_reason(name, words):
+def test_a_fusion_whose_parts_run_is_told_as_such_and_keeps_the_reason(row, name, words):
     [regime] = registry.load("decode_layers").regimes
-    rows = _by_implementation([("decode_layers", str(regime), name)])
+    rows = _by_implementation([KernelRow("decode_layers", regime, "anything", **row)])
     assert rows == [("decode_layers", name, words)]
 
 
-def test_the_name_of_what_runs_unfused_is_that_of_the_registry():
-    names = {i.name for i in registry.implementations("decode_layers") if i.is_unfused}
-    assert names == {UNFUSED}
+def test_what_runs_unfused_is_told_whatever_its_name(monkeypatch):
+    unfused = next(i for i in registry.implementations("decode_layers") if i.is_unfused)
+    named = replace(unfused, name="one_by_one")
+    monkeypatch.setattr(registry, "implementations", lambda _name: [named])
+    quant = QuantConfig(weights="float32", activations="float32", kv="float32")
+    for is_invariant in (False, True):
+        build = LayerBuild(quant=quant, kernels=KernelsConfig(batch_invariant=is_invariant))
+        weights = {"projection": "float32", "weight": "float32"}
+        sizes = dict.fromkeys(registry.load("decode_layers").sizes, 16)
+        assert build.bind_fusion("decode_layers", sizes=sizes, weights=weights) is None
+        [(_, name, words)] = _by_implementation(build.kernel_table())
+        assert (name, words.partition(": ")[2]) == ("one_by_one", "layer by layer, as other steps")

@@ -11,6 +11,7 @@ import itertools
 import torch
 
 from rose.config.model import ModelConfig
+from rose.kernels.registry import REGIMES, KernelRow
 
 WINDOW = 24
 VOCAB = 97
@@ -121,4 +122,4 @@ class FakeModel:
         return logits_SV
 
     def kernel_table(self):
-        return [("everything", "any", "fake")]
+        return [KernelRow("everything", REGIMES[0], "fake")]

@@ -72,4 +72,4 @@ def test_which_kernel_is_bound_for_pages_in_e4m3(
         sizes={"H": 64, "G": 8, "D": 64, "L": 64},
         device=DeviceFacts(kind="cuda", name="a GPU", capability=capability, num_sms=100),
     )
-    assert {implementation for _, _, implementation in bound.rows()} == {wanted}
+    assert {row.implementation for row in bound.rows()} == {wanted}

@@ -49,6 +49,6 @@ def test_on_hopper_decode_reads_the_tiles_and_prefill_widens_them():
         sizes={"N": 5120, "K": 2880},
         device=H200,
     )
-    names = {(regime.split()[0], name) for _, regime, name in bound.rows()}
+    names = {(row.regime.phase, row.implementation) for row in bound.rows()}
     assert ("prefill", "torch_fp8") in names
     assert "torch" not in {name for _, name in names}

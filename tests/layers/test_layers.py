@@ -197,7 +197,7 @@ def test_a_build_counts_weights_and_lists_each_binding_once(config, layer):
         Linear(layer.qkv, build=shared)
     assert shared.weight_bytes == 2 * layer.qkv.num_bytes
     assert len(shared.kernel_table()) == len(set(shared.kernel_table()))
-    assert {name for name, _, _ in shared.kernel_table()} == {"gemm"}
+    assert {row.operation for row in shared.kernel_table()} == {"gemm"}
 
 
 def test_own_pages_lays_decode_before_chunks_and_frees_what_windows_left(config):

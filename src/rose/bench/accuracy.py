@@ -201,8 +201,10 @@ def measure(
 
 def prefill_kernels(model: GptOss, num_tokens: int) -> dict[str, str]:
     """Return operation -> implementation that a prefill of so many tokens at once runs."""
-    regime = next(str(r) for r in REGIMES if r.holds("prefill", num_tokens))
-    return {operation: name for operation, r, name in model.kernel_table() if r == regime}
+    regime = next(r for r in REGIMES if r.holds("prefill", num_tokens))
+    return {
+        row.operation: row.implementation for row in model.kernel_table() if row.regime == regime
+    }
 
 
 def prefill_rounding(model: GptOss, num_tokens: int) -> tuple[str, str] | None:
@@ -256,7 +258,9 @@ def run_accuracy(
             "decoded": decoded,
             "relative_error_of_logits": {k: float(f"{v:.4g}") for k, v in errors.items()},
             "prefill_kernels": prefill_kernels(model, tokens),
-            "decode_kernels": {o: n for o, r, n in table if r.startswith("decode 1.")},
+            "decode_kernels": {
+                row.operation: row.told for row in table if row.regime.holds("decode", 1)
+            },
         }
     )
     append(path, line)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from rose.kernels.registry import KernelRow
 from rose.models.base import CausalLM
 from rose.runtime.plan import StepPlan, StepResult
 
@@ -34,8 +35,8 @@ class Decoder(Protocol):
         """Compile and capture what serving needs, telling `report` in words what is being done."""
         ...
 
-    def kernel_table(self) -> list[tuple[str, str, str]]:
-        """Return (operation, regime, implementation) lines of the model and of the decoder's own kernels."""
+    def kernel_table(self) -> list[KernelRow]:
+        """Return lines for the start-up table, of the model and of the decoder's own kernels."""
         ...
 
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from rose.config.engine import EngineConfig
 from rose.decoders.base import Decoder
 from rose.decoders.registry import find_decoder
+from rose.kernels.registry import KernelRow
 from rose.models.base import CausalLM
 from rose.runtime.assemble import Assembly, assemble
 from rose.runtime.load import load_model
 from rose.runtime.memory import MemoryPlan
 from rose.sampling.sampler import Sampler
 from rose.utils.device import DeviceFacts
-
-UNFUSED = "blocks"
-"""The name in the table where the parts of a fusion of layers run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,41 +41,33 @@ class BuiltDecoder:
         ]
 
 
-def _by_implementation(table: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+def _by_implementation(table: list[KernelRow]) -> list[tuple[str, str, str]]:
     """Join the regimes of an operation that have the same implementation: (operation, implementation, regimes).
 
     A fusion is asked for in some steps only; where its parts run instead, the regime says how.
     """
-    regimes: dict[tuple[str, str], list[str]] = {}
-    for operation, regime, implementation in table:
-        regimes.setdefault((operation, implementation), []).append(_steps(regime))
-    most = {op: sum(len(r) for (o, _), r in regimes.items() if o == op) for op, _ in regimes}
+    rows: dict[tuple[str, str], list[KernelRow]] = {}
+    for row in table:
+        rows.setdefault((row.operation, row.told), []).append(row)
+    most = Counter(row.operation for row in table)
     return [
-        (op, impl, "everywhere" if len(r) == most[op] > 1 else ", ".join(r) + _how(impl))
-        for (op, impl), r in regimes.items()
+        (op, told, "everywhere" if len(found) == most[op] > 1 else ", ".join(map(_steps, found)))
+        for (op, told), found in rows.items()
     ]
 
 
-def _steps(regime: str) -> str:
-    """Return a regime ("decode 1..16") in words for who runs a server."""
-    phase, _, rows = regime.partition(" ")
-    least, dots, most = rows.partition("..")
-    if not dots:
-        return regime
-    counted = {"decode": "sequence", "prefill": "token"}[phase]
-    if least == most:
-        return f"{phase} of {least} {counted}" + ("" if least == "1" else "s")
-    return (
-        f"{phase} of {least} to {most} {counted}s"
-        if most
-        else f"{phase} of {least} or more {counted}s"
-    )
-
-
-def _how(implementation: str) -> str:
-    """Return what a row adds where a fusion has no kernel; `implementation` may have a reason behind it."""
-    is_unfused = implementation.partition(" (")[0] == UNFUSED
-    return ": layer by layer, as other steps" if is_unfused else ""
+def _steps(row: KernelRow) -> str:
+    """Return a row's regime ("decode 1..16") in words for who runs a server."""
+    regime = row.regime
+    counted = {"decode": "sequence", "prefill": "token"}[regime.phase]
+    how = ": layer by layer, as other steps" if row.is_unfused else ""
+    if regime.is_endless:
+        rows = f"{regime.min_rows} or more"
+    elif regime.min_rows == regime.max_rows:
+        rows = f"{regime.min_rows}"
+    else:
+        rows = f"{regime.min_rows} to {regime.max_rows}"
+    return f"{regime.phase} of {rows} {counted}{'' if rows == '1' else 's'}{how}"
 
 
 def build_decoder(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rose.decoders.results import ResultRing, Sampled, StepHandle
+from rose.kernels.registry import KernelRow
 from rose.runtime.graphs import DecodeGraphs
 from rose.runtime.inputs import StepInputs
 from rose.runtime.plan import PlanEntry, StepPlan, StepResult
@@ -87,7 +88,7 @@ class PlainDecoder:
         if self.graphs is not None:
             self.graphs.capture_all(self._send_padding, report)
 
-    def kernel_table(self) -> list[tuple[str, str, str]]:
+    def kernel_table(self) -> list[KernelRow]:
         """See Decoder."""
         return [
             *self._tables.kernel_table(),

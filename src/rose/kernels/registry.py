@@ -53,8 +53,13 @@ class Regime:
     max_rows: int
 
     def __str__(self) -> str:
-        most = "" if self.max_rows == MAX_ROWS else self.max_rows
+        most = "" if self.is_endless else self.max_rows
         return f"{self.phase} {self.min_rows}..{most}"
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether steps of any more rows are of it too."""
+        return self.max_rows == MAX_ROWS
 
     def holds(self, phase: str, num_rows: int) -> bool:
         """Tell whether a step is of this regime."""
@@ -351,6 +356,24 @@ def left_out(name: str) -> list[tuple[str, str]]:
     return [(file, why) for file, _, why in (a.partition(": ") for a in _absent[name])]
 
 
+@dataclass(frozen=True, slots=True)
+class KernelRow:
+    """One line of the start-up table: what runs in one regime of an operation."""
+
+    operation: str
+    regime: Regime
+    implementation: str
+    is_unfused: bool = False
+    """See Implementation."""
+    refused_here: str = ""
+    """What the device at hand could not take, and why; empty where nothing was refused."""
+
+    @property
+    def told(self) -> str:
+        """The implementation in words: its name, and what was refused before it."""
+        return self.implementation + (f" ({self.refused_here})" if self.refused_here else "")
+
+
 class BoundOperation:
     """The table of one operation in one model: regime -> implementation, with prepared weights."""
 
@@ -363,7 +386,7 @@ class BoundOperation:
         check_calls: bool = False,
         refused_here: Mapping[Regime, str] | None = None,
     ) -> None:
-        """`refused_here`: what the device at hand was refused for, in words for the start-up table."""
+        """`refused_here`: what the device at hand could not take, and why, for the start-up table."""
         self.operation = operation
         self.table = table
         self._refused_here = refused_here or {}
@@ -396,10 +419,10 @@ class BoundOperation:
                 return call
         raise ContractError(f"{self.operation.name}: no regime for {phase} with {num_rows} rows")
 
-    def rows(self) -> list[tuple[str, str, str]]:
-        """Return (operation, regime, implementation) lines for the start-up table."""
+    def rows(self) -> list[KernelRow]:
+        """Return lines for the start-up table."""
         return [
-            (self.operation.name, str(r), i.name + self._refused_here.get(r, ""))
+            KernelRow(self.operation.name, r, i.name, i.is_unfused, self._refused_here.get(r, ""))
             for r, i in self.table.items()
         ]
 
@@ -468,7 +491,7 @@ def bind(
             if reason is None and asks_device:
                 reason = implementation.ask_device(sizes)
                 if reason is not None:
-                    refused_here[regime] = f" ({implementation.name}: {reason})"
+                    refused_here[regime] = f"{implementation.name}: {reason}"
             if reason is None:
                 table[regime] = implementation
                 break

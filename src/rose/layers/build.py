@@ -14,7 +14,7 @@ from rose.config.engine import KernelsConfig
 from rose.config.quant import QuantConfig
 from rose.kernels import registry
 from rose.kernels.dry import DryOperation
-from rose.kernels.registry import BoundOperation
+from rose.kernels.registry import BoundOperation, KernelRow
 from rose.parallel.group import ParallelGroup
 from rose.parallel.single import SingleGroup
 from rose.utils.device import CPU, DeviceFacts
@@ -51,7 +51,7 @@ class LayerBuild:
         registry.require_operations(self.kernels.only)
         self.weight_bytes = 0
         """Held by all layers built so far, relayouts included."""
-        self._table: dict[tuple[str, str, str], None] = {}
+        self._table: dict[KernelRow, None] = {}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -78,7 +78,7 @@ class LayerBuild:
         unfused = next(i for i in registry.implementations(name) if i.is_unfused)
         if self.kernels.batch_invariant and asked in (None, unfused.name):
             [regime] = registry.load(name).regimes
-            self._table[name, str(regime), unfused.name] = None
+            self._table[KernelRow(name, regime, unfused.name, is_unfused=True)] = None
             return None
         bound = self._entered(self._bound(name, weights, sizes))
         [chosen] = bound.table.values()
@@ -141,6 +141,6 @@ class LayerBuild:
                 "off"
             )
 
-    def kernel_table(self) -> list[tuple[str, str, str]]:
-        """Return (operation, regime, implementation) of everything bound, without repeats."""
+    def kernel_table(self) -> list[KernelRow]:
+        """Return lines for the start-up table: everything bound, without repeats."""
         return list(self._table)

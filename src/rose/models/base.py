@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from rose.config.model import ModelConfig
+from rose.kernels.registry import KernelRow
 from rose.layers.context import ForwardContext
 
 
@@ -28,6 +29,6 @@ class CausalLM(Protocol):
         """Return float32 logits [S, V] of chosen rows."""
         ...
 
-    def kernel_table(self) -> list[tuple[str, str, str]]:
-        """Return (operation, regime, implementation) lines, for the start-up table."""
+    def kernel_table(self) -> list[KernelRow]:
+        """Return lines for the start-up table."""
         ...

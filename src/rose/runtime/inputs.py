@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rose.cache.layout import CacheLayout
 from rose.config.engine import KernelsConfig
-from rose.kernels.registry import MANY_DECODE, REGIMES, bind
+from rose.kernels.registry import MANY_DECODE, REGIMES, KernelRow, bind
 from rose.layers.context import ForwardContext, KindContext
 from rose.runtime.plan import MAX_HIT_COLUMNS, PlanEntry, StepPlan
 from rose.runtime.staging import StagingRing
@@ -110,8 +110,8 @@ class DeviceTables:
         )
         self._no_starts = torch.zeros(1, dtype=torch.int32, device=self.device)
 
-    def kernel_table(self) -> list[tuple[str, str, str]]:
-        """Return (operation, regime, implementation) lines, for the start-up table."""
+    def kernel_table(self) -> list[KernelRow]:
+        """Return lines for the start-up table."""
         return [*self._begin.rows(), *self.masks.kernel_table()]
 
     def send_decode(self, plan: StepPlan, num_rows: int) -> None:

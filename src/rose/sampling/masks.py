@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rose.config.engine import KernelsConfig
-from rose.kernels.registry import bind
+from rose.kernels.registry import KernelRow, bind
 from rose.utils.device import DeviceFacts
 from rose.utils.math import ceil_div
 
@@ -50,8 +50,8 @@ class MaskTable:
             check_calls=kernels.check_calls,
         )
 
-    def kernel_table(self) -> list[tuple[str, str, str]]:
-        """Return (operation, regime, implementation) lines, for the start-up table."""
+    def kernel_table(self) -> list[KernelRow]:
+        """Return lines for the start-up table."""
         return self._operation.rows()
 
     def warm_up(self) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rose.config.engine import KernelsConfig
-from rose.kernels.registry import BoundOperation, bind
+from rose.kernels.registry import BoundOperation, KernelRow, bind
 from rose.sampling.batch import SamplingBatch
 from rose.utils.device import DeviceFacts
 
@@ -34,8 +34,8 @@ class Sampler:
         )
         return cls(operation, vocab_size)
 
-    def kernel_table(self) -> list[tuple[str, str, str]]:
-        """Return (operation, regime, implementation) lines, for the start-up table."""
+    def kernel_table(self) -> list[KernelRow]:
+        """Return lines for the start-up table."""
         return self._operation.rows()
 
     def sample(

@@ -114,7 +114,7 @@ def test_bf16_stays_near_float32():
 def test_the_kernel_table_names_every_operation_once_per_regime(model):
     table = model.kernel_table()
     assert len(set(table)) == len(table)
-    assert {name for name, _, _ in table} == {
+    assert {row.operation for row in table} == {
         "attention_decode",
         "attention_prefill",
         "decode_layers",
@@ -125,7 +125,7 @@ def test_the_kernel_table_names_every_operation_once_per_regime(model):
         "rms_norm",
         "rope_kv_write",
     }
-    assert {implementation for _, _, implementation in table} <= {"torch", "torch_cpu", "blocks"}
+    assert {row.implementation for row in table} <= {"torch", "torch_cpu", "blocks"}
 
 
 def test_forcing_an_implementation_that_is_not_there_names_the_known_ones():
@@ -138,7 +138,7 @@ def test_forcing_an_implementation_that_is_not_there_names_the_known_ones():
 
 
 def test_references_alone_give_the_same_model(model):
-    names = {name: "reference" for name, _, _ in model.kernel_table()}
+    names = {row.operation: "reference" for row in model.kernel_table()}
     config = model.config
     parameters = gpt_oss.parameters(config, gpt_oss.hashed_weights(config, torch.float32))
     slow = gpt_oss.build(config, parameters, torch.float32, page_tokens=64, only=names)

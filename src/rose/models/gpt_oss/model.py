@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rose.kernels.registry import KernelRow
 from rose.kernels.weights import BlockWeights
 from rose.layers.attention import Attention
 from rose.layers.build import LayerBuild
@@ -174,8 +175,8 @@ class GptOss:
         """Return float32 logits [S, V] of chosen rows."""
         return self.head.forward(hidden_SD)
 
-    def kernel_table(self) -> list[tuple[str, str, str]]:
-        """Return (operation, regime, implementation) lines, for the start-up table."""
+    def kernel_table(self) -> list[KernelRow]:
+        """Return lines for the start-up table."""
         return self._build.kernel_table()
 
     @property
