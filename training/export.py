@@ -7,7 +7,9 @@ Writes the unrounded parent with bf16 experts, so that `rose eval FOLDER --weigh
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -18,6 +20,37 @@ from trainable import Block, MtpHead, TrainableGptOss
 from rose.frontend.tokenizer import FolderTokenizer
 from rose.models.gpt_oss.hugging_face import config_json, with_quantization
 from rose.quant.mxfp4 import encode
+from rose.utils.errors import RoseError
+
+
+class SavedFileError(RoseError):
+    """A file of an earlier run cannot be taken back: it is damaged, or of another run."""
+
+
+def load_saved(path: Path, take: Callable[[dict[str, Any]], None], device: str = "cpu") -> None:
+    """Read what torch.save wrote, and `take` it back.
+
+    Raises  SavedFileError with what was found, where the file cannot be read or what it holds does not fit
+    """
+    try:
+        saved = torch.load(path, weights_only=True, map_location=device)
+    except OSError as error:
+        raise SavedFileError(f"{path} cannot be read ({error.strerror or error})") from error
+    except torch.OutOfMemoryError:
+        raise
+    # Each damage has an error of its own: EOFError, KeyError, UnpicklingError ... Their words give advice on
+    # torch.load, and to load more than weights, which is no cure.
+    except Exception as error:
+        size = path.stat().st_size
+        raise SavedFileError(
+            f"{path} ({size} bytes) is damaged, or was not written by torch.save ({type(error).__name__})"
+        ) from error
+    try:
+        take(saved)
+    except (RuntimeError, KeyError, TypeError, ValueError, AttributeError) as error:
+        told = f"{type(error).__name__}: {error}".splitlines()
+        raise SavedFileError(f"{path} holds something else ({' '.join(told[:2])})") from error
+
 
 MTP = "model.mtp.0."
 """Of the one head that predicts the token after the next; the model alone reads none of these."""
@@ -117,11 +150,18 @@ def save_parent(model: TrainableGptOss, mtp: MtpHead, path: Path) -> None:
 
 
 def load_parent(model: TrainableGptOss, mtp: MtpHead, path: Path) -> None:
-    """Take back what `save_parent` wrote."""
-    weights = {n: w.float() for n, w in torch.load(path, weights_only=True).items()}
-    of_head = {n.removeprefix("mtp."): w for n, w in weights.items() if n.startswith("mtp.")}
-    mtp.load_state_dict(of_head)
-    model.load_state_dict({n: w for n, w in weights.items() if not n.startswith("mtp.")})
+    """Take back what `save_parent` wrote.
+
+    Raises  SavedFileError
+    """
+
+    def take(saved: dict[str, Any]) -> None:
+        weights = {n: w.float() for n, w in saved.items()}
+        of_head = {n.removeprefix("mtp."): w for n, w in weights.items() if n.startswith("mtp.")}
+        mtp.load_state_dict(of_head)
+        model.load_state_dict({n: w for n, w in weights.items() if not n.startswith("mtp.")})
+
+    load_saved(path, take)
 
 
 def export_parent(path: Path, folder: Path, size: str = "large") -> None:
@@ -139,4 +179,7 @@ def end_tokens(tokenizer: FolderTokenizer) -> tuple[int, ...]:
 
 
 if __name__ == "__main__":
-    export_parent(Path(sys.argv[1]), Path(sys.argv[2]))
+    try:
+        export_parent(Path(sys.argv[1]), Path(sys.argv[2]))
+    except SavedFileError as found:
+        sys.exit(f"error: {found}")

@@ -13,6 +13,7 @@ import json
 import math
 import platform
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from pathlib import Path
 import torch
 from batches import Fixed, Tensors, on_device
 from card import plot, write_card
-from export import end_tokens, export, load_parent, save_parent
+from export import SavedFileError, end_tokens, export, load_parent, load_saved, save_parent
 from graphs import CudaRecorder, Form, Recorder, Replays, Steps
 from muon import Muon
 from packing import Batch, Plan, Source
@@ -165,15 +166,24 @@ class Part:
         """Go on from the state that is saved, where one is; return its number of steps, or `steps`. Looks once.
 
         HAZARD: new state of the optimisers comes with it, which steps recorded before would not know.
+        Raises   SavedFileError where it cannot be gone on from
         """
         state_path = self._state_path()
         is_due, self._has_resumed = not self._has_resumed, True
         if is_due and state_path.exists():
-            state = torch.load(state_path, weights_only=True, map_location=self.settings.device)
-            self.restore(state)
-            self._resumed = state["steps"]
+            try:
+                load_saved(state_path, self._take_back, self.settings.device)
+            except SavedFileError as error:
+                raise SavedFileError(
+                    f"{error}; a run of the same command and sizes leaves there what it goes on from; delete the file "
+                    f"to train part {self.name} from its beginning, or give --work another folder"
+                ) from error
             self.settings.say(part=self.name, resumed_at=len(self.losses), steps=self._resumed)
         return steps if self._resumed is None else self._resumed
+
+    def _take_back(self, state: dict) -> None:
+        self.restore(state)
+        self._resumed = state["steps"]
 
     def _state_path(self) -> Path:
         return self.settings.work / f"{self.name}.pt"
@@ -815,7 +825,13 @@ def main(words: list[str] | None = None) -> None:
     torch.manual_seed(arguments.seed)
     model, mtp, draft = TrainableGptOss(config), MtpHead(config), TrainableGptOss(draft_config)
     if arguments.start is not None:
-        load_parent(model, mtp, arguments.start)
+        try:
+            load_parent(model, mtp, arguments.start)
+        except SavedFileError as error:
+            source.close()
+            raise SavedFileError(
+                f"--start: {error}; give the parent.pt of a run with --size {arguments.size}"
+            ) from error
     if arguments.compile != "none" and device != "cpu":
         with settings.working():
             tools = choose_tools(
@@ -959,4 +975,7 @@ def train_parts(
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SavedFileError as found:
+        sys.exit(f"error: {found}")

@@ -21,7 +21,7 @@ import sizes
 import torch
 import train
 import trainable
-from export import end_tokens, export, export_parent, stored, tensors
+from export import SavedFileError, end_tokens, export, export_parent, stored, tensors
 
 from rose.config.engine import EngineConfig
 from rose.config.quant import QuantConfig
@@ -395,6 +395,51 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_losses(trained, tmp_path):
     assert straight.run(8, 1000) == pytest.approx(losses, rel=1e-4)
     of_head = [[float(x) for x in p.head.losses] for p in (straight, again)]
     assert of_head[0] == pytest.approx(of_head[1], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "damage", ["empty", "text", "cut", "changed", "of another part", "no state"]
+)
+def test_a_state_that_cannot_be_gone_on_from_is_told_with_what_to_do(damage, tmp_path):
+    part, _ = _part(tmp_path)
+    path = tmp_path / "model.pt"
+    part._save(path, 8)
+    whole = path.read_bytes()
+    if damage == "of another part":
+        part.head._save(path, 8)
+    elif damage == "no state":
+        torch.save([1, 2], path)
+    else:
+        inner = whole.replace(b"\x80\x02}", b"\x80\x02\xff", 1)
+        wrong = {
+            "empty": b"",
+            "text": b"hello\n",
+            "cut": whole[: len(whole) // 2],
+            "changed": inner,
+        }
+        path.write_bytes(wrong[damage])
+    again, _ = _part(tmp_path)
+    with pytest.raises(SavedFileError) as told:
+        again.resume()
+    text = str(told.value)
+    assert text.startswith(f"{path} ")
+    assert "delete the file to train part model from its beginning, or give --work another" in text
+    assert "weights_only" not in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("start", [None, b"nonsense"])
+def test_a_start_that_is_no_parent_ends_the_run_before_it_trains(trained, start, tmp_path):
+    _, words = trained
+    path = tmp_path / "parent.pt"
+    if start is not None:
+        path.write_bytes(start)
+    changed = ["--start", str(path), "--out", str(tmp_path / "out"), "--work", str(tmp_path / "w")]
+    with pytest.raises(
+        SavedFileError, match=r"--start: .*give the parent\.pt of a run with --size"
+    ):
+        train.main([*words, *changed])
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_head_learns_beside_the_model_and_does_not_move_it(tmp_path):
