@@ -38,6 +38,7 @@ def _status():
         num_expired=8,
         num_aborted=9,
         num_late_kernels=10,
+        num_damaged=11,
         histograms=histograms,
     )
 
@@ -81,6 +82,7 @@ def test_the_engines_state_is_published():
     assert found["rose_requests_expired_total"] == 8
     assert found["rose_requests_aborted_total"] == 9
     assert found["rose_late_kernels_total"] == 10
+    assert found["rose_requests_damaged_total"] == 11
     assert found["rose_engine_restarts_total"] == 2
     assert found["rose_requests_sent_again_total"] == 2
     assert found["rose_request_queue_seconds_count"] == 7

@@ -65,6 +65,13 @@ def _plan(decode=(), prefill=()):
     )
 
 
+def test_a_row_that_had_no_token_is_computed_as_token_0(tables):
+    tables.mixed_inputs(_plan(prefill=[_prefill(2, [7, 8, 9], [5])]), [])
+    tables.keep_tokens(torch.tensor([2]), torch.tensor([-1]))
+    inputs = tables.mixed_inputs(_plan([_decode(2, 3)], [_prefill(0, [1, 6], [8])]), [])
+    assert inputs.token_ids_T.tolist() == [0, 1, 6]
+
+
 def test_a_mixed_step_becomes_rows_of_tokens_decoding_ones_first(tables):
     tables.mixed_inputs(_plan(prefill=[_prefill(2, [7, 8, 9], [5])]), [])
     tables.keep_tokens(torch.tensor([2]), torch.tensor([42]))

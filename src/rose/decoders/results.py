@@ -82,6 +82,9 @@ class ResultRing:
             step=handle.step,
             token_ids={slot: [t] for slot, t in zip(handle.slots, tokens, strict=True)},
         )
+        if tokens and min(tokens) < 0:
+            damaged = (slot for slot, t in zip(handle.slots, tokens, strict=True) if t < 0)
+            result.damaged_slots = frozenset(damaged)
         if handle.logprobs is not None:
             result.logprobs.update(_by_slot(handle.slots, handle.num_top, handle.logprobs))
         return result

@@ -6,7 +6,13 @@ import msgspec
 
 from rose.engine.scheduler import Flight, Scheduler
 from rose.engine.sequence import Sequence, SequenceState
-from rose.protocol.event import FinishedEvent, FinishReason, FromEngine, TokensEvent
+from rose.protocol.event import (
+    ErrorEvent,
+    FinishedEvent,
+    FinishReason,
+    FromEngine,
+    TokensEvent,
+)
 from rose.runtime.plan import StepResult
 
 
@@ -19,18 +25,22 @@ def commit(
     token is the one that overlapping gives away. So is the token after the start of a grammar.
 
     Returns  events in the order of the step, a FinishedEvent right after the last tokens of its request;
-             and the ids of the requests that ended
+             and the ids of the requests that ended, those that failed (an ErrorEvent) not among them
     """
     assert flight.step == result.step, f"step {result.step} is committed in place of {flight.step}"
     events: list[FromEngine] = []
     ended: list[str] = []
     tokens_of, is_over = result.token_ids, SequenceState.FINISHED
-    logprobs_of = result.logprobs
+    logprobs_of, damaged = result.logprobs, result.damaged_slots
     for slot, sequence in zip(flight.slots, flight.sequences, strict=True):
         if sequence.state is is_over:
             continue
         if sequence.num_stale:
             sequence.drop_stale()
+            continue
+        if slot in damaged:
+            scheduler.finish(sequence)
+            events.append(_not_finite(sequence))
             continue
         taken, reason = sequence.append(tokens_of[slot])
         event = TokensEvent(request_id=sequence.request_id, token_ids=taken)
@@ -51,6 +61,15 @@ def _with_cached_tokens(sequence: Sequence, event: TokensEvent) -> TokensEvent:
     """Report the cached tokens of a sequence, once."""
     cached, sequence.num_cached_tokens = sequence.num_cached_tokens, 0
     return msgspec.structs.replace(event, num_cached_tokens=cached)
+
+
+def _not_finite(sequence: Sequence) -> ErrorEvent:
+    return ErrorEvent(
+        request_id=sequence.request_id,
+        code="logits_not_finite",
+        message=f"the model gave no finite logits after {sequence.num_output_tokens} tokens of output, so there is no "
+        "next token; its weights or the device are damaged, and the operator of this server should check both",
+    )
 
 
 def finished(sequence: Sequence, reason: FinishReason) -> FinishedEvent:

@@ -78,7 +78,7 @@ class Generation:
 
 
 class RequestRefused(RoseError):
-    """`generate` was given a request that the engine does not take."""
+    """`generate` was given a request that the engine does not take, or could not end."""
 
 
 class LLMEngine:
@@ -270,7 +270,10 @@ class LLMEngine:
         return self._sequences[request_id].num_output_tokens > 0
 
     def measure_steps(self) -> None:
-        """Run a short request so that `clock` knows this machine; counts nothing and leaves no page behind."""
+        """Run a short request so that `clock` knows this machine; counts nothing and leaves no page behind.
+
+        Raises  RequestRefused where even that fails: the model's logits are not finite
+        """
         # Prompt and answer end before a page is full, so that the prefix cache gets none.
         longest = min(self.table.max_tokens, self.limits.context_tokens)
         most = min(self.table.layout.page_tokens, longest)
@@ -316,6 +319,7 @@ class LLMEngine:
             num_expired=self.counters.num_expired,
             num_aborted=self.counters.num_aborted,
             num_grammar_failures=self.counters.num_grammar_failures,
+            num_damaged=self.counters.num_damaged,
             num_late_kernels=self.count_late_kernels(),
             start_s=self.start_s,
             histograms={name: h.buckets() for name, h in self.counters.histograms.items()},
@@ -327,7 +331,7 @@ class LLMEngine:
     def generate(self, requests: Iterable[Request]) -> list[Generation]:
         """Run requests to their end and return their outputs in order.
 
-        Raises  RequestRefused for the first request that the engine does not take
+        Raises  RequestRefused for the first request that the engine does not take, or that fails on its way
         """
         waiting = deque(requests)
         outputs = {r.request_id: Generation(token_ids=[]) for r in waiting}
@@ -382,12 +386,22 @@ class LLMEngine:
         for sequence in flight.first_of:
             sequence.first_token_at = sequence.first_token_at or now
         events, ended = commit(self.scheduler, flight, result)
+        if result.damaged_slots:
+            self._note_damaged(events)
         if self.grammars.is_used:
             self.grammars.take(flight.sequences)
         if ended:
             self.counters.count_ends([self._sequences.pop(name) for name in ended], now)
         self.counters.num_output_tokens += sum(map(len, result.token_ids.values()))
         return events
+
+    def _note_damaged(self, events: list[FromEngine]) -> None:
+        """Forget, count and log the requests whose logits were not finite."""
+        failed = [e for e in events if isinstance(e, ErrorEvent)]
+        self.counters.num_damaged += len(failed)
+        for error in failed:
+            del self._sequences[error.request_id]
+            _logger.error("request %s ends: %s", error.request_id, error.message)
 
     def _settle_grammars(self) -> list[FromEngine]:
         """Queue the requests whose grammars are built, let go on whose masks came, and end those that failed."""

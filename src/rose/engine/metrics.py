@@ -52,6 +52,8 @@ class Counters:
     """Requests that their frontend took back, those whose time was up not included."""
     num_grammar_failures: int = 0
     """Requests whose grammar could not be built, or stopped them."""
+    num_damaged: int = 0
+    """Requests that ended because the model's logits were not finite."""
     histograms: dict[str, Histogram] = field(default_factory=_histograms)
 
     def count_step(self, plan: StepPlan) -> None:

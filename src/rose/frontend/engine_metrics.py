@@ -134,6 +134,10 @@ def _counters(status: EngineStatus) -> Iterator[Metric]:
             "Requests whose grammar could not be built, or stopped them",
             status.num_grammar_failures,
         ),
+        "rose_requests_damaged": (
+            "Requests that ended because the model's logits were not finite: weights or device are damaged",
+            status.num_damaged,
+        ),
         "rose_late_kernels": (
             "Kernels compiled while serving, which every running sequence waited for; each is named in the log",
             status.num_late_kernels,

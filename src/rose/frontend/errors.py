@@ -61,6 +61,7 @@ KINDS: dict[str, ErrorKind] = {
     "store_unavailable": ErrorKind(503, SERVER, retry_after_s=5),
     "request_timeout": ErrorKind(504, SERVER),
     "engine_failed": ErrorKind(500, SERVER),
+    "logits_not_finite": ErrorKind(500, SERVER),
     "internal_error": ErrorKind(500, SERVER),
 }
 

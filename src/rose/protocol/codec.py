@@ -12,7 +12,7 @@ from rose.protocol.event import FromEngine
 from rose.protocol.request import ToEngine
 from rose.utils.errors import RoseError
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Raised by every change after which an older peer would misread a frame."""
 
 _PREFIX = bytes([PROTOCOL_VERSION])

@@ -16,6 +16,7 @@ ErrorCode = Literal[
     "request_timeout",
     "duplicate_request_id",
     "grammar_failed",
+    "logits_not_finite",
     "engine_failed",
     "engine_unavailable",
     "shutting_down",
@@ -104,6 +105,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     num_aborted: int = 0
     """Requests that their frontend took back."""
     num_grammar_failures: int = 0
+    num_damaged: int = 0
+    """Requests that ended because the model's logits were not finite."""
     num_late_kernels: int = 0
     """Compiled while serving: every running sequence waited."""
     start_s: float = 0.0

@@ -214,9 +214,9 @@ class DeviceTables:
         token_ids_T = parts["tokens"]
         num_decode = len(plan.decode)
         if num_decode:
-            token_ids_T[:num_decode] = self.last_tokens_R.index_select(
-                0, parts["slots"][:num_decode]
-            )
+            last_N = self.last_tokens_R.index_select(0, parts["slots"][:num_decode])
+            # -1 of a row without a token, as in decode_begin: its request ends once the host knows.
+            torch.clamp(last_N, min=0, out=token_ids_T[:num_decode])
         context = ForwardContext(
             phase="prefill",
             num_tokens=plan.num_tokens,
@@ -252,7 +252,7 @@ class DeviceTables:
     def keep_tokens(self, slots_S: Tensor, tokens_S: Tensor) -> None:
         """Remember the sampled tokens as inputs of the next step; graph-safe.
 
-        Padding rows leave nonsense behind, which `decode_begin` replaces.
+        Padding rows leave nonsense behind, and rows without finite logits -1; both are replaced where they are read.
         """
         self.last_tokens_R.index_copy_(0, slots_S, tokens_S)
 

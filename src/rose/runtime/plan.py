@@ -88,5 +88,7 @@ class StepResult:
 
     step: int
     token_ids: dict[int, list[int]]
+    damaged_slots: frozenset[int] = frozenset()
+    """Slots whose logits were not finite: what they have for a token is none."""
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """One per token, for the slots whose parameters ask for them."""

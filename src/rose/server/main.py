@@ -101,6 +101,7 @@ def run(
         announcer.announce("starting")
         try:
             engine = build(announcer.report)
+            engine.measure_steps()
         except Exception as error:
             is_told = announcer.tell(f"failed: {error}", wait_seconds=FAREWELL_SECONDS)
             if not isinstance(error, RoseError):
@@ -109,7 +110,6 @@ def run(
                 # Who supervises prints what it was told; nobody reads the same twice.
                 _logger.critical("%s", error)
             return 2
-        engine.measure_steps()
         engine.start_s = time.monotonic() - begin
         # What was built stays: collections need not look at it again, which takes tens of milliseconds.
         gc.collect()

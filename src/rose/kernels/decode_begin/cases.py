@@ -63,6 +63,8 @@ def inputs(case: Case, seed: int, device: str) -> dict[str, Any]:
     lengths_R = integers(longest, s["R"])
     lengths_R[::3] -= lengths_R[::3] % s["L"]
     lengths_R[-1] = 0
+    last_tokens_R = integers(200000, s["R"])
+    last_tokens_R[::4] = -1  # of a damaged row
     slots_S = torch.randperm(s["R"] - 1, generator=source, device=device)[:rows]
     slots_S[rows - padding :] = s["R"] - 1
     position_S = lengths_R[slots_S]
@@ -78,7 +80,7 @@ def inputs(case: Case, seed: int, device: str) -> dict[str, Any]:
         "ids_KS": integers(9999, s["K"], rows),
         "pages_KRP": integers(9999, s["K"], s["R"], num_columns).to(torch.int32),
         "lengths_R": lengths_R.to(torch.int32),
-        "last_tokens_R": integers(200000, s["R"]),
+        "last_tokens_R": last_tokens_R,
         "ints_IR": integers(1 << 62, 2, s["R"]) % torch.tensor([[1 << 62], [1000]], device=device),
         "floats_FR": torch.rand(3, s["R"], generator=source, device=device),
         "page_tokens": s["L"],

@@ -37,7 +37,7 @@ def decode_begin(
              ids_KS        int64: the page for it
              pages_KRP     int32;  lengths_R int32, before this step;  last_tokens_R int64
              ints_IR       int64: seed, top_k;  floats_FR float32: temperature, top_p, min_p
-             token_ids_S   int64: the last token of the slot
+             token_ids_S   int64: the last token of the slot; 0 where that is -1, as `sample` gives a row without one
              positions_S   int64: its position;  next_positions_S int64: position + 1
              lengths_S     int32: position + 1
              tables_KSW    int32: the first W columns of the row's table

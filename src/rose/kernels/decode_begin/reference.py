@@ -31,7 +31,7 @@ def reference(
     for s, slot in enumerate(slots_S.tolist()):
         is_real = slot < num_slots - 1
         position = int(lengths_R[slot]) if is_real else 0
-        token_ids_S[s] = last_tokens_R[slot] if is_real else 0
+        token_ids_S[s] = max(0, int(last_tokens_R[slot])) if is_real else 0
         positions_S[s] = position
         next_positions_S[s] = lengths_S[s] = lengths_R[slot] = position + 1 if is_real else 0
         for k in range(num_kinds):

@@ -38,7 +38,7 @@ def decode_begin(
     positions_S.copy_(before_S)
     next_positions_S.copy_(after_S)
     lengths_S.copy_(after_S)
-    token_ids_S.copy_(last_tokens_R.index_select(0, slots_S) * is_real_S)
+    token_ids_S.copy_((last_tokens_R.index_select(0, slots_S) * is_real_S).clamp_min_(0))
     columns_S, offsets_S = before_S // page_tokens, before_S % page_tokens
     for k in range(num_kinds):
         # Rows without a new page rewrite the cell of their position's column with what it holds.

@@ -33,7 +33,8 @@ def _kernel(
     is_real = slot < num_slots - 1
     position = tl.where(is_real, tl.load(lengths_ptr + slot), 0).to(tl.int64)
     after = tl.where(is_real, position + 1, 0)
-    tl.store(token_ids_ptr + row, tl.where(is_real, tl.load(last_tokens_ptr + slot), 0))
+    token = tl.maximum(tl.load(last_tokens_ptr + slot), 0)
+    tl.store(token_ids_ptr + row, tl.where(is_real, token, 0))
     tl.store(positions_ptr + row, position)
     tl.store(next_positions_ptr + row, after)
     tl.store(new_lengths_ptr + row, after.to(tl.int32))

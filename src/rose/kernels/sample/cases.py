@@ -1,4 +1,4 @@
-"""Cases of sample: gpt-oss vocabularies first, then each filter, ties, banned ids and wide seeds.
+"""Cases of sample: gpt-oss vocabularies first, then each filter, ties, banned ids, wide seeds, damaged logits.
 
 Tokens compare exactly. Another order of float32 operations moves a score by parts in a million, and the
 best two of a row are closer than that about once in a million rows.
@@ -30,10 +30,12 @@ def _case(
     temperature: float | None = 1.0,
     is_tied: bool = False,
     banned: str = "tail",
+    is_damaged: bool = False,
     **flags: Any,
 ) -> Case:
     """`filters`: none, top_k, top_p, min_p, mixed or borders; `temperature` None: a different one per row, some 0;
-    `is_tied`: logits are small integers; `banned`: none, tail or all_but_one."""
+    `is_tied`: logits are small integers; `banned`: none, tail or all_but_one;
+    `is_damaged`: most rows have logits that are not finite."""
     return Case(
         name=name,
         sizes={"V": vocab, "S": rows},
@@ -45,6 +47,7 @@ def _case(
             "temperature": temperature,
             "is_tied": is_tied,
             "banned": banned,
+            "is_damaged": is_damaged,
         },
         **flags,
     )
@@ -79,6 +82,10 @@ CASES = [
     _case("filter_borders", 8, 8, filters="borders", banned="none"),
     _case("all_but_one_banned", 4, 100, banned="all_but_one", filters="mixed", temperature=None),
     _case("nothing_banned", 10, 100, banned="none"),
+    _case("damaged", 12, 500, temperature=None, is_damaged=True),
+    _case("damaged_filtered", 12, 500, filters="mixed", is_damaged=True),
+    _case("damaged_filtered_many", 240, 5000, filters="mixed", is_damaged=True, large=True),
+    _case("damaged_bf16", 6, 300, logits="bf16", temperature=None, is_damaged=True),
     _case("bf16", 4, 600, logits="bf16", temperature=None, filters="mixed"),
     _case("one_gpt_oss_row", 1, GPT_OSS_VOCAB, filters="mixed", temperature=None),
 ]
@@ -123,6 +130,17 @@ def _logits(case: Case, source: torch.Generator) -> Tensor:
         only_S1 = torch.randint(vocab, (rows, 1), generator=source, device=source.device)
         only = torch.full_like(logits_SV, -torch.inf)
         logits_SV = only.scatter_(1, only_S1, logits_SV.gather(1, only_S1))
+    return _damaged(logits_SV) if case.options["is_damaged"] else logits_SV
+
+
+def _damaged(logits_SV: Tensor) -> Tensor:
+    """Put what no sound model gives into five of six rows; only NaN beside finite numbers leaves a token to choose."""
+    logits_SV[0::6] = torch.nan
+    logits_SV[1::6, ::3] = torch.nan
+    logits_SV[2::6, 7] = torch.inf
+    logits_SV[3::6] = -torch.inf
+    logits_SV[4::6, 1:] = torch.nan
+    logits_SV[4::12, 0] = -torch.inf
     return logits_SV
 
 

@@ -22,14 +22,14 @@ def sample(
     """Choose a token per row; the draw depends on (seed, position, token id) only, never on the batch.
 
     Shapes   S rows, V vocabulary entries
-             logits_SV      float32 or bf16; ids that must not be sampled hold -inf
+             logits_SV      float32 or bf16; ids that must not be sampled hold -inf, and NaN counts as -inf
              temperature_S  float32; 0 = the largest logit, the lowest id among equals
              top_k_S        int32, 0 = all
              top_p_S        float32 in (0, 1]; tokens are kept, best first (equal: lower id first), until their
                             probability reaches top_p; the one that crosses it is kept
              min_p_S        float32 in [0, 1]: tokens under min_p * largest probability are left out
              seed_S         int64;  position_S int64: index of the token in its sequence
-             tokens_S       int64
+             tokens_S       int64; -1 where the largest logit is not finite, since no token of such a row means anything
     Units    filters apply to softmax(logits / temperature), in the order top_k, top_p, min_p; top_p counts
              probability among what top_k kept (it is renormalised, as users of other engines expect);
              a row of temperature 0 is not filtered

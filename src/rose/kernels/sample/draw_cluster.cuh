@@ -106,6 +106,8 @@ __device__ __forceinline__ float depth_edge(int bin) {
   return __uint_as_float(static_cast<uint32_t>(kDepthFirst + bin) << kDepthShift);
 }
 
+__device__ __forceinline__ bool is_finite(float v) { return fabsf(v) < INFINITY; }
+
 __device__ __forceinline__ void keep_better(Best& best, float score, int id) {
   if (score > best.score || (score == best.score && id < best.id)) best = {score, id};
 }
@@ -476,6 +478,8 @@ __device__ __forceinline__ void draw_row(const Call& c, Shared<kThreads, kCluste
         v.x = divide(v.x, temperature), v.y = divide(v.y, temperature);
         v.z = divide(v.z, temperature), v.w = divide(v.w, temperature);
       }
+      // NaN counts as -inf, as where nothing is filtered, since it passes no comparison there.
+      v.x = fmaxf(v.x, -INFINITY), v.y = fmaxf(v.y, -INFINITY), v.z = fmaxf(v.z, -INFINITY), v.w = fmaxf(v.w, -INFINITY);
       *reinterpret_cast<float4*>(values + i) = v;
       largest = fmaxf(fmaxf(largest, fmaxf(v.x, v.y)), fmaxf(v.z, v.w));
     }
@@ -487,7 +491,7 @@ __device__ __forceinline__ void draw_row(const Call& c, Shared<kThreads, kCluste
 
     float last_x = -INFINITY;
     int cutoff = kNoId;
-    if (top_k > 0 || top_p < 1.0f) {
+    if (is_finite(top) && (top_k > 0 || top_p < 1.0f)) {
       const uint32_t most = top_k > 0 ? top_k : ~0u;
       const bool has_mass = top_p < 1.0f;
       double limit = top_p;
@@ -540,7 +544,8 @@ __device__ __forceinline__ void draw_row(const Call& c, Shared<kThreads, kCluste
   if (rank == 0 && threadIdx.x == 0) {
     best = {-INFINITY, kNoId};
     for (int i = 0; i < kCluster; ++i) keep_better(best, found.score[i], found.id[i]);
-    c.tokens[row] = best.id == kNoId ? 0 : best.id;
+    // Noise is finite, so the best score says whether the largest logit is.
+    c.tokens[row] = is_finite(best.score) ? best.id : -1;
   }
 }
 

@@ -7,6 +7,8 @@ from torch import Tensor
 
 _MASK = 0xFFFFFFFF
 _BELOW_ONE = 1 - 2.0**-24
+NO_TOKEN = -1
+"""Of a row whose largest logit is not finite."""
 
 
 def reference(
@@ -23,6 +25,10 @@ def reference(
 ) -> None:
     """Choose a token per row; see the contract."""
     for s, logits_V in enumerate(logits_SV.float()):
+        logits_V = logits_V.masked_fill(logits_V.isnan(), -torch.inf)
+        if not logits_V.max().isfinite():
+            tokens_S[s] = NO_TOKEN
+            continue
         temperature = temperature_S[s]
         if temperature == 0:
             tokens_S[s] = logits_V.argmax()  # the first of equals

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rose.kernels.registry import Band, Implementation, register
-from rose.kernels.sample.reference import gumbel
+from rose.kernels.sample.reference import NO_TOKEN, gumbel
 
 
 def sample(
@@ -24,13 +24,16 @@ def sample(
     """Greedy rows add no noise and filter nothing; the rest is one argmax."""
     is_greedy_S1 = (temperature_S == 0).unsqueeze(1)
     logits_SV = logits_SV.float()
+    logits_SV = logits_SV.masked_fill(logits_SV.isnan(), -torch.inf)
+    is_finite_S = logits_SV.amax(dim=-1).isfinite()
     scaled_SV = logits_SV / temperature_S.unsqueeze(1).masked_fill(is_greedy_S1, 1)
     if is_filtered:
         is_kept_SV = _kept(scaled_SV, top_k_S, top_p_S, min_p_S) | is_greedy_S1
         scaled_SV = scaled_SV.masked_fill(~is_kept_SV, -torch.inf)
     ids_V = torch.arange(logits_SV.shape[1], device=logits_SV.device)
     noise_SV = gumbel(seed_S.unsqueeze(1), position_S.unsqueeze(1), ids_V)
-    tokens_S.copy_(torch.where(is_greedy_S1, logits_SV, scaled_SV + noise_SV).argmax(dim=-1))
+    chosen_S = torch.where(is_greedy_S1, logits_SV, scaled_SV + noise_SV).argmax(dim=-1)
+    tokens_S.copy_(torch.where(is_finite_S, chosen_S, NO_TOKEN))
 
 
 def _kept(scaled_SV: Tensor, top_k_S: Tensor, top_p_S: Tensor, min_p_S: Tensor) -> Tensor:

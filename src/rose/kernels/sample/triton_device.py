@@ -34,8 +34,9 @@ def _noise(seed, position, ids):
 
 @triton.jit
 def _scaled(logits_ptr, row, ids, temperature, V):
-    """Return logits over temperature in float32 (a temperature of 0 counts as 1); -inf past V."""
+    """Return logits over temperature in float32 (a temperature of 0 counts as 1); -inf past V and for NaN."""
     x = tl.load(logits_ptr + row * V + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
+    x = tl.where(x == x, x, float("-inf"))
     return tl.div_rn(x, tl.where(temperature == 0.0, 1.0, temperature))
 
 
@@ -44,6 +45,12 @@ def _argmax(scores, ids):
     """Return the largest score and its lowest id."""
     best = tl.max(scores, axis=0)
     return best, tl.min(tl.where(scores == best, ids, 0x7FFFFFFF), axis=0)
+
+
+@triton.jit
+def _token(score, token):
+    """Return the token as int64, -1 where its score says that the largest logit is not finite: noise always is."""
+    return tl.where(tl.abs(score) < float("inf"), token, -1).to(tl.int64)
 
 
 @triton.jit
@@ -79,8 +86,8 @@ def reduce_kernel(best_ptr, best_id_ptr, tokens_ptr, NUM_TILES, TILES: tl.conste
     is_in = tile < NUM_TILES
     best = tl.load(best_ptr + row * NUM_TILES + tile, mask=is_in, other=float("-inf"))
     ids = tl.load(best_id_ptr + row * NUM_TILES + tile, mask=is_in, other=0x7FFFFFFF)
-    _, chosen = _argmax(best, ids)
-    tl.store(tokens_ptr + row, chosen.to(tl.int64))
+    score, chosen = _argmax(best, ids)
+    tl.store(tokens_ptr + row, _token(score, chosen))
 
 
 @triton.jit
@@ -300,13 +307,13 @@ def choose_kernel(
     top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
     min_p = tl.load(min_p_ptr + row)
     is_free = (top_k <= 0) & (top_p >= 1.0) & (min_p <= 0.0)
+    tile = tl.arange(0, TILES)
+    is_in = tile < NUM_TILES
+    best = tl.load(best_ptr + row * NUM_TILES + tile, mask=is_in, other=float("-inf"))
+    ids = tl.load(best_id_ptr + row * NUM_TILES + tile, mask=is_in, other=0x7FFFFFFF)
+    score, unfiltered = _argmax(best, ids)
     if (temperature == 0.0) | is_free:
-        tile = tl.arange(0, TILES)
-        is_in = tile < NUM_TILES
-        best = tl.load(best_ptr + row * NUM_TILES + tile, mask=is_in, other=float("-inf"))
-        ids = tl.load(best_id_ptr + row * NUM_TILES + tile, mask=is_in, other=0x7FFFFFFF)
-        _, chosen = _argmax(best, ids)
-        tl.store(tokens_ptr + row, chosen.to(tl.int64))
+        tl.store(tokens_ptr + row, _token(score, unfiltered))
     else:
         top, total = _row_stats(max_ptr, total_ptr, row, NUM_TILES, TILES)
         length = tl.load(length_ptr + row)
@@ -316,10 +323,10 @@ def choose_kernel(
                 list_ptr, list_id_ptr, row, length, V, top, total, top_k, top_p, min_p, seed,
                 position, CAP,
             )  # fmt: skip
-            tl.store(tokens_ptr + row, chosen.to(tl.int64))
+            tl.store(tokens_ptr + row, _token(score, chosen))
         else:
             chosen = _choose_bisected(
                 list_ptr, list_id_ptr, row, length, V, top, total, top_k, top_p, min_p, seed,
                 position, BLOCK,
             )  # fmt: skip
-            tl.store(tokens_ptr + row, chosen.to(tl.int64))
+            tl.store(tokens_ptr + row, _token(score, chosen))
