@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import sys
 
 from fakes import engine as fake_engine
 from rose.cli import frontends
@@ -47,6 +49,58 @@ def test_a_frontend_that_cannot_be_started_is_told_and_tried_again(tmp_path, mon
     assert len(tries) == 3
     assert [kind for kind, _ in said] == ["frontend"] * 2
     assert "cannot be started: [Errno 11] Resource temporarily unavailable" in said[0][1]
+
+
+CHILD = """
+import os, sys, time
+from pathlib import Path
+path = Path(sys.argv[1]) / f"counts-{os.getpid()}"
+time.sleep(float(sys.argv[2]))
+while True:
+    path.touch()
+    time.sleep(0.01)
+"""
+
+
+def test_a_frontend_that_is_stopped_is_killed_and_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr(frontends, "RESTART_SECONDS", 0.01)
+    monkeypatch.setattr(frontends, "LOOK_SECONDS", 0.1)
+    said, started = [], []
+    spec = frontends.ChildSpec(
+        config=FrontendConfig(frontends=2),
+        model_folder=None,
+        model_names=("m",),
+        folder=str(tmp_path),
+        listener=0,
+        log_level=0,
+    )
+    right = asyncio.create_subprocess_exec
+
+    async def start(*_command, **_options):
+        # Slow to start, longer than it may be silent later: that is no hang.
+        words = (sys.executable, "-c", CHILD, str(tmp_path), "2.5")
+        started.append(await right(*words))
+        return started[-1]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+
+    async def scenario():
+        children = frontends.Children(spec, announce=lambda kind, text: said.append((kind, text)))
+        children.start()
+        while not list(tmp_path.glob("counts-*")):
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)
+        assert len(started) == 1
+        started[0].send_signal(signal.SIGSTOP)
+        while len(started) < 2:
+            await asyncio.sleep(0.01)
+        assert started[0].returncode == -signal.SIGKILL
+        children.stop()
+        await children.finish()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+    words = "its process gave no sign of life for 2 s and was killed; starting it again"
+    assert said == [("frontend", words)]
 
 
 def _request(request_id, max_tokens):

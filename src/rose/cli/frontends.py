@@ -1,7 +1,8 @@
 """Several frontend processes in front of one engine: they share the listening socket and the engine's channel.
 
 The first runs in `rose serve` itself and keeps the engine; the others are children that follow what it says of the
-engine in a file of the private folder. A child that ends is started again; a signal to `rose serve` reaches them all.
+engine in a file of the private folder. A child that ends is started again, and one that gives no sign of life any more
+is killed first; a signal to `rose serve` reaches them all.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from rose.cli.processes import death_words
 from rose.frontend.client import EngineClient
 from rose.frontend.config import FrontendConfig
 from rose.frontend.main import Announce
+from rose.frontend.siblings import counts_path
 from rose.protocol.channel import ENGINE_NOTICE, FrontendEndpoint
 from rose.utils.log import configure_logging, get_logger
 from rose.utils.process import end_with_parent
@@ -30,6 +32,10 @@ POLL_SECONDS = 0.05
 RESTART_SECONDS = 1.0
 KILL_SECONDS = 10.0
 """Beyond the time in which answers may finish."""
+LOOK_SECONDS = 1.0
+"""From one look at a child's sign of life to the next: a child gives about one a second."""
+MAX_SILENT_LOOKS = 20
+"""In a row, before a child counts as hung. Looks, not seconds: while the whole machine stands still nobody looks."""
 
 logger = get_logger(__name__)
 
@@ -140,11 +146,40 @@ class Children:
             self._processes.add(process)
             if self._is_stopping:
                 process.terminate()
+            hang = await self._until_lost(process)
             code = await process.wait()
             self._processes.discard(process)
             if not self._is_stopping:
-                self._announce("frontend", f"{death_words('its process', code)}; starting it again")
+                why = hang or death_words("its process", code)
+                self._announce("frontend", f"{why}; starting it again")
                 await asyncio.sleep(RESTART_SECONDS)
+
+    async def _until_lost(self, process: asyncio.subprocess.Process) -> str | None:
+        """Wait until a child has ended, or kill it where it hangs: stopped, or stuck in one thing; return why then.
+
+        While it starts it may take its time. One that finishes its answers is left to `finish`.
+        """
+        path = counts_path(Path(self._spec.folder), process.pid)
+        ended = asyncio.ensure_future(process.wait())
+        seen, num_silent = _sign(path), None
+        while not (await asyncio.wait([ended], timeout=LOOK_SECONDS))[0]:
+            sign = _sign(path)
+            if sign != seen:
+                seen, num_silent = sign, 0
+            elif num_silent is not None and not self._is_stopping:
+                num_silent += 1
+                if num_silent >= MAX_SILENT_LOOKS:
+                    process.kill()
+                    return f"its process gave no sign of life for {num_silent * LOOK_SECONDS:g} s and was killed"
+        return None
+
+
+def _sign(path: Path) -> int | None:
+    """Return when a child published last; None where it has not yet."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
 
 
 def shared_config(config: FrontendConfig, folder: Path) -> FrontendConfig:

@@ -7,6 +7,7 @@ that has ended stays in the sums; what it had open does not. Knows families of s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -25,12 +26,17 @@ _Row = tuple[str, dict[str, str], float]
 logger = get_logger(__name__)
 
 
+def counts_path(folder: Path, pid: int) -> Path:
+    """Return where a process publishes; the file gets another time about every second while its loop turns."""
+    return folder / f"counts-{pid}"
+
+
 class Siblings:
     """The other frontends' counts."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._own = folder / f"counts-{os.getpid()}"
+        self._own = counts_path(folder, os.getpid())
 
     async def keep_publishing(self, families: Callable[[], Iterable[Metric]]) -> None:
         """Publish once a second; never returns. Where the folder cannot be written, the others see older counts."""
@@ -43,7 +49,13 @@ class Siblings:
                 if str(error) != problem:  # told once, not every second
                     logger.error("counts of this frontend cannot be published: %s", error)
                 problem = str(error)
+                self._touch()
             await asyncio.sleep(PUBLISH_SECONDS)
+
+    def _touch(self) -> None:
+        """Tell that this process lives, which takes no room on the disk."""
+        with contextlib.suppress(OSError):
+            os.utime(self._own)
 
     def publish(self, families: Iterable[Metric]) -> None:
         """Write this process's counts where the others find them."""
