@@ -99,7 +99,7 @@ def launcher(library):
 
 def draw(chunks, window, page_tokens, seed):
     sizes = {"H": H, "G": G, "D": D, "L": page_tokens}
-    case = cases._case("", chunks, sizes, window=window, dtype="bf16", is_strided=True)
+    case = cases.make_case("", chunks, sizes, window=window, dtype="bf16", is_strided=True)
     return case, cases.inputs(case, seed, "cuda")
 
 

@@ -49,9 +49,9 @@ def inputs(batch: int, length: int) -> tuple[list[dict[str, Any]], dict[str, Any
     pages = length // 64
     layers = [
         {
-            "qkv": gemm_cases.inputs(gemm_cases._case("x", batch, gemm_cases.QKV), i, "cuda"),
+            "qkv": gemm_cases.inputs(gemm_cases.make_case("x", batch, gemm_cases.QKV), i, "cuda"),
             "out": gemm_cases.inputs(
-                gemm_cases._case("x", batch, gemm_cases.OUT, residual="apart"), i, "cuda"
+                gemm_cases.make_case("x", batch, gemm_cases.OUT, residual="apart"), i, "cuda"
             ),
             "experts": experts[i % 2],
             "kv": torch.randn(batch * pages, 2, 8, 64, 64, device="cuda").bfloat16(),

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decode_variants import EXPERTS, INNER, D, K, Recorder, _moe_calls, expert_layers, short
+from decode_variants import EXPERTS, INNER, D, K, Recorder, expert_layers, moe_calls, short
 from decode_variants2 import E4M3
 from torch import Tensor
 
@@ -106,7 +106,7 @@ def differing(
 
 def repeat(model: str, batch: int, deadline: float, out: Recorder) -> None:
     """Run all shapes on inputs of one model and batch."""
-    calls, _ = _moe_calls(batch, EXPERTS[model], expert_layers(EXPERTS[model]))
+    calls, _ = moe_calls(batch, EXPERTS[model], expert_layers(EXPERTS[model]))
     first: Firsts = {}
     for contender in runs(batch, EXPERTS[model]):
         line = {"op": f"repeat_{model}", "batch": batch, "config": contender.config}

@@ -209,11 +209,11 @@ def bench_moe(args: argparse.Namespace, out: Recorder) -> None:
         expert_bytes = (layers[0].gate_up.num_bytes + layers[0].down.num_bytes) // experts
         up_bytes = layers[0].gate_up.num_bytes // experts
         for batch in args.batches:
-            calls, hit = _moe_calls(batch, experts, layers)
+            calls, hit = moe_calls(batch, experts, layers)
             wanted = {**calls[0], "out_TD": torch.empty(batch, D, device="cuda")}
             if out.shard is None:
                 experts_reference(**wanted)
-            case = cases_module("moe_experts")._case("x", batch, {"D": D})
+            case = cases_module("moe_experts").make_case("x", batch, {"D": D})
             tolerance = cases_module("moe_experts").tolerance(case)
             variants: list[Any] = [
                 (cuda.EXPERTS, s) for s in cuda_shapes(batch, experts, cuda, is_fp8=is_fp8)
@@ -243,14 +243,14 @@ def bench_moe(args: argparse.Namespace, out: Recorder) -> None:
                     )
                     out.add(**line, us=us, tb_per_s=hit * expert_bytes / us / 1e6, distinct=hit)
                     if impl is not gluon:
-                        _time_parts(impl, shape, calls, line, out, hit, up_bytes, expert_bytes)
+                        time_parts(impl, shape, calls, line, out, hit, up_bytes, expert_bytes)
                 except Exception as error:  # noqa: BLE001
                     out.add(**line, error=repr(error)[:300])
         del layers
         torch.cuda.empty_cache()
 
 
-def _moe_calls(
+def moe_calls(
     batch: int, experts: int, layers: list[ExpertWeights], device: str = "cuda"
 ) -> tuple[list[dict[str, Any]], float]:
     """Return calls over different experts of different layers, and how many experts each hits on average."""
@@ -271,7 +271,7 @@ def _moe_calls(
     return calls, statistics.mean(float(i.unique().numel()) for i in ids)
 
 
-def _time_parts(
+def time_parts(
     impl: Any, shape: Any, calls: list[dict[str, Any]], line: dict[str, Any], out: Recorder,
     hit: float, up_bytes: int, expert_bytes: int,
 ) -> None:  # fmt: skip
@@ -403,7 +403,7 @@ def bench_gemm(args: argparse.Namespace, out: Recorder) -> None:
             for term in (first["weights"].bias_N, first["residual_TN"]):
                 if term is not None:
                     wanted += term.float()
-            case = cases._case("x", batch, sizes, out="float32" if is_head else "bf16")
+            case = cases.make_case("x", batch, sizes, out="float32" if is_head else "bf16")
             size = sizes["N"] * sizes["K"] * 2 + batch * sizes["N"] * first["out_TN"].element_size()
             for label, call in gemm_variants(batch, name, args.quick):
                 line = {"op": f"gemm_{name}", "batch": batch, "config": label}

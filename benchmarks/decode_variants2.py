@@ -27,11 +27,11 @@ from decode_variants import (
     D,
     K,
     Recorder,
-    _moe_calls,
-    _time_parts,
     expert_layers,
+    moe_calls,
     short,
     time_call,
+    time_parts,
 )
 
 from rose.kernels import registry
@@ -74,13 +74,13 @@ def bench_moe(model: str, args: argparse.Namespace, out: Recorder) -> None:
     up_bytes = layers[0].gate_up.num_bytes // experts
     cases = cases_module("moe_experts")
     for batch in args.batches:
-        calls, hit = _moe_calls(batch, experts, layers)
+        calls, hit = moe_calls(batch, experts, layers)
         wanted = []
         for call in calls[:2]:
             other = {**call, "out_TD": torch.empty(batch, D, device="cuda")}
             experts_reference(**other)
             wanted.append(other["out_TD"])
-        tolerance = cases.tolerance(cases._case("x", batch, {"D": D}))
+        tolerance = cases.tolerance(cases.make_case("x", batch, {"D": D}))
         for name, module, shape in moe_variants(batch, experts):
             line = {"op": f"moe_{model}", "batch": batch, "config": f"{name} {short(shape)}"}
             if time.time() > args.deadline:
@@ -102,7 +102,7 @@ def bench_moe(model: str, args: argparse.Namespace, out: Recorder) -> None:
                 )
                 rate = hit * expert_bytes / us / 1e6
                 out.add(**line, us=us, tb_per_s=rate, distinct=hit, distance=round(distance, 6))
-                _time_parts(module, shape, calls, line, out, hit, up_bytes, expert_bytes)
+                time_parts(module, shape, calls, line, out, hit, up_bytes, expert_bytes)
             except Exception as error:  # noqa: BLE001
                 out.add(**line, error=repr(error)[:300])
         torch.cuda.empty_cache()
@@ -124,7 +124,7 @@ def sample_kinds(rows: int) -> list[tuple[str, Any]]:
         "tied": {"filters": "mixed", "is_tied": True},
     }
     return [
-        (name, cases._case(name, rows, cases.GPT_OSS_VOCAB, **kind))
+        (name, cases.make_case(name, rows, cases.GPT_OSS_VOCAB, **kind))
         for name, kind in options.items()
     ]
 

@@ -212,7 +212,7 @@ class _Follower:
             tokens.append(1 if place is None else self._answer[place])
             if place is not None:
                 self._place[slot] = (place + 1) % len(self._answer)
-        self._inner._sampled = Sampled(torch.tensor(tokens), None)
+        self._inner.sampled = Sampled(torch.tensor(tokens), None)
         handle = self._inner.launch(plan)
         self._ready = max(self._ready, time.perf_counter()) + DEVICE_S
         return handle, self._ready

@@ -29,7 +29,7 @@ from rose.utils.extras import missing_package
 
 try:
     from fakes import launches
-    from rose.bench.growth import _run
+    from rose.bench.growth import run_steps
     from rose.bench.load import Clients, mixed
     from rose.bench.record import Origin, append
     from rose.bench.sweep import PromptSource, drain, prefill_many_seconds
@@ -140,7 +140,7 @@ def _cells(engine: LLMEngine, found: launches.Keys) -> Iterator[dict[str, Any]]:
         "mixed 32 x 1024, 32768": lambda: mixed(
             engine, prompts, batch=32, context=1024, prompt_tokens=32768
         ),
-        "growth": lambda: _run(engine, prompts, 1100, 32, 1024, 128),
+        "growth": lambda: run_steps(engine, prompts, 1100, 32, 1024, 128),
         **{f"load, {n} in flight": lambda n=n: _load(engine, prompts, n) for n in STEPS},
     }
     for name, run in cells.items():

@@ -35,7 +35,7 @@ def test_a_bit_that_differs_once_is_counted_and_told(monkeypatch, capsys, flaw, 
     pytest.importorskip("triton")
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     script = importlib.import_module("decode_repeat")
-    calls = [cases.inputs(cases._case("drawn", 3, SIZES), seed, "cpu") for seed in range(2)]
+    calls = [cases.inputs(cases.make_case("drawn", 3, SIZES), seed, "cpu") for seed in range(2)]
     contender = script.Contender("e4m3", Experts(flaw), Launch())
     assert script.differing(contender, calls, {}, turns=4) == {"act": 0, "y": differing}
     assert ("pair 1, " in capsys.readouterr().out) == (differing == 1)

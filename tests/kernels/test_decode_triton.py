@@ -38,7 +38,7 @@ for shape in (
     impl.Launch(tokens=16, rows=64, columns=128, splits=2, is_swapped=True),
 ):
     for weight in ("bf16", "fp8_block"):
-        case = cases._case(
+        case = cases.make_case(
             "split", 19, cases.SMALL_RAGGED, activation="float32", weight=weight, residual="apart"
         )
         arguments = cases.inputs(case, 1, "cpu")
@@ -65,14 +65,14 @@ def check(case, seed):
     impl.sample(**arguments)
     assert arguments["tokens_S"].equal(wanted["tokens_S"]), (case.name, arguments["tokens_S"], wanted)
 
-check(cases._case("plain", 9, 3000, temperature=None), 1)
-check(cases._case("greedy_ties", 9, 64, temperature=0.0, is_tied=True), 1)
-check(cases._case("bf16", 3, 2100, logits="bf16"), 1)
+check(cases.make_case("plain", 9, 3000, temperature=None), 1)
+check(cases.make_case("greedy_ties", 9, 64, temperature=0.0, is_tied=True), 1)
+check(cases.make_case("bf16", 3, 2100, logits="bf16"), 1)
 impl._CAP, impl._SEARCH_BLOCK, impl._BLOCK = 32, 512, 128
-check(cases._case("sorted", 2, 30, filters="mixed", is_tied=True), 2)
-check(cases._case("ties", 5, 200, filters="mixed", is_tied=True), 3)
-check(cases._case("searched", 6, 500, filters="mixed", temperature=None), 4)
-check(cases._case("one", 3, 100, filters="mixed", banned="all_but_one"), 5)
+check(cases.make_case("sorted", 2, 30, filters="mixed", is_tied=True), 2)
+check(cases.make_case("ties", 5, 200, filters="mixed", is_tied=True), 3)
+check(cases.make_case("searched", 6, 500, filters="mixed", temperature=None), 4)
+check(cases.make_case("one", 3, 100, filters="mixed", banned="all_but_one"), 5)
 """
 
 

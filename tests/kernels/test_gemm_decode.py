@@ -50,7 +50,7 @@ def _check(case, shape) -> None:
 )
 @pytest.mark.parametrize("tokens", [1, 19])
 def test_each_way_to_share_out_the_matrix_gives_the_reference(shape, tokens):
-    _check(cases._case("drawn", tokens, {"N": 96, "K": 320}), shape)
+    _check(cases.make_case("drawn", tokens, {"N": 96, "K": 320}), shape)
 
 
 @pytest.mark.parametrize(
@@ -64,5 +64,5 @@ def test_each_way_to_share_out_the_matrix_gives_the_reference(shape, tokens):
     ids=["residual", "in_place", "strided_rows", "float32_logits"],
 )
 def test_bias_residual_strides_and_logits(options):
-    case = cases._case("drawn", 5, {"N": 100, "K": 96}, **options)
+    case = cases.make_case("drawn", 5, {"N": 100, "K": 96}, **options)
     _check(case, impl.choose(5, case.sizes))

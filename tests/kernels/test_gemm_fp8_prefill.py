@@ -29,7 +29,7 @@ def test_widening_loses_nothing(shape):
 
 @pytest.mark.parametrize("residual", [None, "apart", "in_place"])
 def test_products_are_those_of_the_tiles(residual):
-    case = cases._case(
+    case = cases.make_case(
         "short_tiles", 70, {"N": 150, "K": 208}, weight="fp8_block", residual=residual
     )
     arguments = cases.inputs(case, 3, "cpu")

@@ -47,34 +47,34 @@ def _check(case, shape) -> None:
 )
 @pytest.mark.usefixtures("on_cpu")
 def test_the_kernel_gives_the_reference(weight, tokens, shape):
-    _check(cases._case("drawn", tokens, SIZES, weight=weight), shape)
+    _check(cases.make_case("drawn", tokens, SIZES, weight=weight), shape)
 
 
 @pytest.mark.usefixtures("on_cpu")
 def test_a_warp_goes_round_where_rows_are_long():
-    _check(cases._case("drawn", 1, {"D": 32, "I": 1120, "E": 2, "K": 1}), Launch(stages=2))
+    _check(cases.make_case("drawn", 1, {"D": 32, "I": 1120, "E": 2, "K": 1}), Launch(stages=2))
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(1, 8), (12, 16)])
 @pytest.mark.usefixtures("on_cpu")
 def test_rows_of_a_length_known_to_the_compiler(tokens, width):
     sizes = {"D": 1184, "I": 64, "E": 1, "K": 1}
-    _check(cases._case("drawn", tokens, sizes), Launch(stages=2, width=width))
+    _check(cases.make_case("drawn", tokens, sizes), Launch(stages=2, width=width))
 
 
 @pytest.mark.usefixtures("on_cpu")
 def test_an_expert_with_more_tokens_than_a_pass_takes_is_hit_twice():
-    _check(cases._case("drawn", 18, SIZES, experts_hit=2), Launch(stages=2))
+    _check(cases.make_case("drawn", 18, SIZES, experts_hit=2), Launch(stages=2))
 
 
 @pytest.mark.usefixtures("on_cpu")
 def test_experts_that_live_elsewhere_add_nothing():
-    _check(cases._case("drawn", 9, SIZES, foreign=True), Launch(stages=2))
+    _check(cases.make_case("drawn", 9, SIZES, foreign=True), Launch(stages=2))
 
 
 @pytest.mark.usefixtures("on_cpu")
 def test_without_any_expert_here_the_sum_is_zero():
-    arguments = cases.inputs(cases._case("drawn", 2, SIZES), 3, "cpu")
+    arguments = cases.inputs(cases.make_case("drawn", 2, SIZES), 3, "cpu")
     arguments["expert_ids_TK"].fill_(-1)
     arguments["out_TD"].fill_(float("nan"))
     impl.EXPERTS.launch(Launch(), **arguments)

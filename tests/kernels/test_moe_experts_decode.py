@@ -88,7 +88,7 @@ SIZES = {"D": 192, "I": 96, "E": 8, "K": 4}
 
 
 def _case(tokens, *, sizes=SIZES, **options):
-    return cases._case("drawn", tokens, sizes, **options)
+    return cases.make_case("drawn", tokens, sizes, **options)
 
 
 @pytest.mark.parametrize(

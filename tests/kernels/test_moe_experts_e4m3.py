@@ -52,7 +52,7 @@ def on_cpu(host, monkeypatch):
 )
 @pytest.mark.usefixtures("on_cpu")
 def test_the_kernel_gives_the_reference(tokens, shape):
-    case = cases._case("drawn", tokens, SIZES, experts_hit=2 if tokens == 18 else None)
+    case = cases.make_case("drawn", tokens, SIZES, experts_hit=2 if tokens == 18 else None)
     decode_experts.check(e4m3.EXPERTS, case, shape)
 
 
@@ -60,7 +60,7 @@ def test_the_kernel_gives_the_reference(tokens, shape):
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 127, 128, 129])
 @pytest.mark.usefixtures("on_cpu")
 def test_any_number_of_tokens_is_taken(tokens):
-    decode_experts.check(e4m3.EXPERTS, cases._case("drawn", tokens, NARROW), SIXTEEN)
+    decode_experts.check(e4m3.EXPERTS, cases.make_case("drawn", tokens, NARROW), SIXTEEN)
 
 
 @pytest.mark.slow
@@ -72,13 +72,13 @@ def test_any_number_of_tokens_is_taken(tokens):
 @pytest.mark.usefixtures("on_cpu")
 def test_experts_may_be_empty_or_elsewhere_and_values_large(options):
     sizes = {**NARROW, "E": 16, "K": 2}
-    decode_experts.check(e4m3.EXPERTS, cases._case("drawn", 10, sizes, **options), SIXTEEN)
+    decode_experts.check(e4m3.EXPERTS, cases.make_case("drawn", 10, sizes, **options), SIXTEEN)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("on_cpu")
 def test_without_any_expert_here_the_sum_is_zero():
-    arguments = cases.inputs(cases._case("drawn", 2, NARROW), 3, "cpu")
+    arguments = cases.inputs(cases.make_case("drawn", 2, NARROW), 3, "cpu")
     arguments["expert_ids_TK"].fill_(-1)
     arguments["out_TD"].fill_(float("nan"))
     e4m3.EXPERTS.launch(SIXTEEN, **arguments)
@@ -89,12 +89,12 @@ def test_without_any_expert_here_the_sum_is_zero():
 @pytest.mark.usefixtures("on_cpu")
 def test_the_ring_goes_round_within_a_tile_and_across_tiles():
     sizes = {"D": 704, "I": 1152, "E": 2, "K": 1}
-    decode_experts.check(e4m3.EXPERTS, cases._case("drawn", 1, sizes), EIGHT)
+    decode_experts.check(e4m3.EXPERTS, cases.make_case("drawn", 1, sizes), EIGHT)
 
 
 def _down(act_PI):
     """Return what down gives, its exact values, and the sum of the magnitudes of each row's weights."""
-    arguments = cases.inputs(cases._case("drawn", len(act_PI), NARROW), 3, "cpu")
+    arguments = cases.inputs(cases.make_case("drawn", len(act_PI), NARROW), 3, "cpu")
     ids_TK, weights = arguments["expert_ids_TK"], arguments["weights"]
     found = torch.full((len(act_PI), NARROW["D"]), float("nan"))
     e4m3.EXPERTS.down(SIXTEEN, act_PI, ids_TK, weights, found)

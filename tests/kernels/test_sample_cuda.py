@@ -75,13 +75,17 @@ def test_tokens_are_those_of_the_reference(name, draw, monkeypatch):
 
 @pytest.mark.parametrize("filters", ["top_k", "top_p", "mixed"])
 def test_a_flat_row_of_many_ids_is_cut_at_the_same_id(filters, draw, monkeypatch):
-    _check(cases._case("flat", 6, 6000, filters=filters, temperature=None), draw, monkeypatch, 4)
+    _check(
+        cases.make_case("flat", 6, 6000, filters=filters, temperature=None), draw, monkeypatch, 4
+    )
 
 
 def test_few_ids_are_cut_where_the_reference_cuts_them(draw, monkeypatch):
     # Of five ids the last kept one is drawn often, so that a cut one too early or too late shows in 20 rows.
     source = generator("cpu", 7)
-    arguments = cases.inputs(cases._case("few", 20, 5, filters="mixed", banned="none"), 6, "cpu")
+    arguments = cases.inputs(
+        cases.make_case("few", 20, 5, filters="mixed", banned="none"), 6, "cpu"
+    )
     arguments["logits_SV"] = torch.rand(20, 5, generator=source)
     arguments["top_k_S"] = torch.randint(0, 5, (20,), generator=source, dtype=torch.int32)
     arguments["top_p_S"] = 0.4 + 0.6 * torch.rand(20, generator=source)
@@ -89,7 +93,7 @@ def test_few_ids_are_cut_where_the_reference_cuts_them(draw, monkeypatch):
 
 
 def test_equal_logits_are_cut_by_id(draw, monkeypatch):
-    case = cases._case("tied", 12, 700, filters="mixed", is_tied=True, logits="bf16")
+    case = cases.make_case("tied", 12, 700, filters="mixed", is_tied=True, logits="bf16")
     _check(case, draw, monkeypatch, 5)
 
 

@@ -82,7 +82,7 @@ def growth(
 ) -> Growth:
     """Keep `batch` requests running for `steps` steps; look at memory before and after."""
     device = engine.model.device
-    _run(
+    run_steps(
         engine,
         prompts,
         max(steps // 10, output_tokens + batch),
@@ -91,11 +91,11 @@ def growth(
         output_tokens,
     )
     before = Held.now(device)
-    step_ms, num_ended = _run(engine, prompts, steps, batch, prompt_tokens, output_tokens)
+    step_ms, num_ended = run_steps(engine, prompts, steps, batch, prompt_tokens, output_tokens)
     return Growth(before=before, after=Held.now(device), step_ms=step_ms, num_requests=num_ended)
 
 
-def _run(
+def run_steps(
     engine: LLMEngine,
     prompts: PromptSource,
     steps: int,

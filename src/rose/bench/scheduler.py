@@ -50,7 +50,8 @@ class NullDecoder:
     def __init__(self, tables: DeviceTables, num_slots: int) -> None:
         self._tables = tables
         self._results = ResultRing(num_slots, tables.device)
-        self._sampled = Sampled(torch.ones(num_slots, dtype=torch.int64), None)
+        self.sampled = Sampled(torch.ones(num_slots, dtype=torch.int64), None)
+        """What every step samples; may be set before a launch."""
 
     def launch(self, plan: Any) -> Any:
         """Do the host's share of a launch."""
@@ -58,7 +59,7 @@ class NullDecoder:
             self._tables.mixed_inputs(plan, [])
         else:
             self._tables.send_decode(plan, len(plan.decode))
-        return self._results.send(plan.step, plan.sample_slots, self._sampled, {})
+        return self._results.send(plan.step, plan.sample_slots, self.sampled, {})
 
     def collect(self, handle: Any) -> Any:
         """Return a token for everyone."""

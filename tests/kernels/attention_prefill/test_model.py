@@ -128,7 +128,7 @@ CASES = {
 def drawn(name: str) -> tuple[cases.Case, dict[str, Any]]:
     chunks, window, page_tokens, change = CASES[name]
     sizes = {"H": 2, "G": 1, "D": 64, "L": page_tokens}
-    case = cases._case(name, chunks, sizes, window=window, dtype="bf16", is_strided=True)
+    case = cases.make_case(name, chunks, sizes, window=window, dtype="bf16", is_strided=True)
     a = cases.inputs(case, 3, "cpu")
     # What was never written may hold anything; values there reach the tensor core.
     a["kv_pages"][a["kv_pages"] == JUNK] = torch.nan

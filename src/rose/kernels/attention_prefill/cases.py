@@ -17,7 +17,7 @@ GPT_OSS = {"H": 64, "G": 8, "D": 64, "L": 64}
 SMALL = {"H": 4, "G": 2, "D": 64, "L": 16}
 
 
-def _case(
+def make_case(
     name: str,
     chunks: Sequence[tuple[int, int]],
     sizes: dict[str, int] = SMALL,
@@ -29,7 +29,9 @@ def _case(
     sink: float = 0.0,
     **flags: Any,
 ) -> Case:
-    """`chunks`: (new tokens, length with them) of each sequence; `is_strided`: q inside a wider qkv; `kv`: format of
+    """Return a case.
+
+    `chunks`: (new tokens, length with them) of each sequence; `is_strided`: q inside a wider qkv; `kv`: format of
     the pages, else that of the activations.
     """
     return Case(
@@ -57,7 +59,7 @@ def _timed() -> list[Case]:
         "chunk_2048_of_32768": [(2048, 32768)],
     }
     return [
-        _case(
+        make_case(
             f"{prefix}{kind}_{name}",
             chunks,
             GPT_OSS,
@@ -78,14 +80,14 @@ def _fp8_kv() -> list[Case]:
     """Pages in E4M3: the edges of the kernels that read them, under both types of activations."""
     ragged = [(1, 140), (33, 33), (5, 90), (16, 160), (2, 17), (64, 128)]
     return [
-        _case("fp8_kv_ragged", ragged, kv="fp8_e4m3"),
-        _case("fp8_kv_ragged_window", ragged, window=32, is_strided=True, kv="fp8_e4m3"),
-        _case("fp8_kv_chunk", [(20, 77), (1, 64), (1, 65)], kv="fp8_e4m3"),
-        _case("fp8_kv_sink_wins", [(21, 50)], sink=8.0, kv="fp8_e4m3"),
-        _case("fp8_kv_head_32", [(21, 50)], {**SMALL, "D": 32}, kv="fp8_e4m3"),
-        _case("fp8_kv_bf16", [(40, 100), (9, 9)], dtype="bf16", kv="fp8_e4m3"),
+        make_case("fp8_kv_ragged", ragged, kv="fp8_e4m3"),
+        make_case("fp8_kv_ragged_window", ragged, window=32, is_strided=True, kv="fp8_e4m3"),
+        make_case("fp8_kv_chunk", [(20, 77), (1, 64), (1, 65)], kv="fp8_e4m3"),
+        make_case("fp8_kv_sink_wins", [(21, 50)], sink=8.0, kv="fp8_e4m3"),
+        make_case("fp8_kv_head_32", [(21, 50)], {**SMALL, "D": 32}, kv="fp8_e4m3"),
+        make_case("fp8_kv_bf16", [(40, 100), (9, 9)], dtype="bf16", kv="fp8_e4m3"),
         *(
-            _case(
+            make_case(
                 f"fp8_kv_gpt_oss_{kind}", [(70, 300), (1, 1), (64, 64)], GPT_OSS,
                 window=window, dtype="bf16", is_strided=True, kv="fp8_e4m3",
             )
@@ -98,31 +100,37 @@ _LENGTHS = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129)
 
 CASES = [
     *_timed(),
-    *(_case(f"full_{n}", [(n, n)]) for n in _LENGTHS),
-    *(_case(f"window_8_of_{n}", [(n, n)], window=8) for n in (1, 7, 8, 9, 16, 17, 65)),
-    _case("window_128", [(300, 300)], window=128),
-    _case("window_of_a_page", [(65, 65)], window=16),
-    _case("chunk", [(20, 77)]),
-    _case("chunk_in_window", [(20, 177)], window=24),
-    _case("one_token_chunk", [(1, 64), (1, 65)]),
-    _case("ragged", [(1, 1), (33, 33), (5, 90), (16, 16), (2, 17), (64, 128)]),
-    _case("ragged_window", [(1, 140), (33, 33), (5, 90), (16, 160), (2, 17), (64, 128)], window=32),
-    _case("strided", [(19, 40), (7, 7)], is_strided=True),
-    _case("one_kv_head", [(21, 50)], {**SMALL, "G": 1}),
-    _case("one_query_head_each", [(21, 50)], {**SMALL, "H": 2, "G": 2}),
-    _case("head_32", [(21, 50)], {**SMALL, "D": 32}),
-    _case("sink_wins", [(21, 50)], sink=8.0),
-    _case("sink_lost", [(21, 50)], sink=-30.0),
-    _case("bf16", [(40, 100), (9, 9)], dtype="bf16"),
-    _case("bf16_gpt_oss", [(70, 200), (1, 1), (64, 64)], GPT_OSS, dtype="bf16", is_strided=True),
-    _case("bf16_gpt_oss_window", [(70, 300), (129, 129)], GPT_OSS, window=128, dtype="bf16"),
+    *(make_case(f"full_{n}", [(n, n)]) for n in _LENGTHS),
+    *(make_case(f"window_8_of_{n}", [(n, n)], window=8) for n in (1, 7, 8, 9, 16, 17, 65)),
+    make_case("window_128", [(300, 300)], window=128),
+    make_case("window_of_a_page", [(65, 65)], window=16),
+    make_case("chunk", [(20, 77)]),
+    make_case("chunk_in_window", [(20, 177)], window=24),
+    make_case("one_token_chunk", [(1, 64), (1, 65)]),
+    make_case("ragged", [(1, 1), (33, 33), (5, 90), (16, 16), (2, 17), (64, 128)]),
+    make_case(
+        "ragged_window", [(1, 140), (33, 33), (5, 90), (16, 160), (2, 17), (64, 128)], window=32
+    ),
+    make_case("strided", [(19, 40), (7, 7)], is_strided=True),
+    make_case("one_kv_head", [(21, 50)], {**SMALL, "G": 1}),
+    make_case("one_query_head_each", [(21, 50)], {**SMALL, "H": 2, "G": 2}),
+    make_case("head_32", [(21, 50)], {**SMALL, "D": 32}),
+    make_case("sink_wins", [(21, 50)], sink=8.0),
+    make_case("sink_lost", [(21, 50)], sink=-30.0),
+    make_case("bf16", [(40, 100), (9, 9)], dtype="bf16"),
+    make_case(
+        "bf16_gpt_oss", [(70, 200), (1, 1), (64, 64)], GPT_OSS, dtype="bf16", is_strided=True
+    ),
+    make_case("bf16_gpt_oss_window", [(70, 300), (129, 129)], GPT_OSS, window=128, dtype="bf16"),
     *(
-        _case(f"bf16_gpt_oss_window_{n}", [(70, 300), (9, 140)], GPT_OSS, window=n, dtype="bf16")
+        make_case(
+            f"bf16_gpt_oss_window_{n}", [(70, 300), (9, 140)], GPT_OSS, window=n, dtype="bf16"
+        )
         for n in (50, 129, 130)
     ),
-    _case("float64", [(12, 30)], dtype="float64"),
+    make_case("float64", [(12, 30)], dtype="float64"),
     *_fp8_kv(),
-    _case(
+    make_case(
         "gpt_oss_ragged",
         [(1, 1), (1000, 5000), (129, 129), (64, 8192), (3000, 3000)],
         GPT_OSS,
@@ -130,7 +138,7 @@ CASES = [
         is_strided=True,
         large=True,
     ),
-    _case(
+    make_case(
         "gpt_oss_ragged_window",
         [(1, 1), (1000, 5000), (129, 129), (64, 8192), (3000, 3000)],
         GPT_OSS,

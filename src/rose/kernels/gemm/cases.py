@@ -19,7 +19,7 @@ SMALL = {"N": 96, "K": 64}
 SMALL_RAGGED = {"N": 192, "K": 320}
 
 
-def _case(
+def make_case(
     name: str,
     tokens: int,
     sizes: dict[str, int],
@@ -32,7 +32,10 @@ def _case(
     is_strided: bool = False,
     **flags: Any,
 ) -> Case:
-    """`residual`: None, apart or in_place; `is_strided`: rows of x lie apart."""
+    """Return a case.
+
+    `residual`: None, apart or in_place; `is_strided`: rows of x lie apart.
+    """
     return Case(
         name=name,
         sizes={**sizes, "T": tokens},
@@ -56,12 +59,12 @@ def _timed() -> list[Case]:
         for tokens in (1, 8, 32, 128, 8192):
             flags: dict[str, Any] = {"weight": weight, "large": True, "timed": True}
             cases += [
-                _case(f"qkv{tag}_{tokens}", tokens, QKV, **flags),
-                _case(f"out{tag}_{tokens}", tokens, OUT, residual="in_place", **flags),
+                make_case(f"qkv{tag}_{tokens}", tokens, QKV, **flags),
+                make_case(f"out{tag}_{tokens}", tokens, OUT, residual="in_place", **flags),
             ]
             if tokens <= 128:
                 head = {"out": "float32", "bias": False}
-                cases.append(_case(f"head{tag}_{tokens}", tokens, HEAD, **head, **flags))
+                cases.append(make_case(f"head{tag}_{tokens}", tokens, HEAD, **head, **flags))
     return cases
 
 
@@ -74,29 +77,31 @@ BF16_TO_FLOAT32 = Tolerance(
 
 CASES = [
     *_timed(),
-    *(_case(f"rows_{t}", t, SMALL, activation="float32", weight="float32") for t in (1, 2, 17)),
+    *(make_case(f"rows_{t}", t, SMALL, activation="float32", weight="float32") for t in (1, 2, 17)),
     *(
-        _case(f"rows_{t}", t, SMALL, activation="float32", weight="float32", residual="in_place")
+        make_case(
+            f"rows_{t}", t, SMALL, activation="float32", weight="float32", residual="in_place"
+        )
         for t in (63, 64, 65, 127, 128, 129)
     ),
     *(
-        _case(f"{weight}_weights", 33, SMALL_RAGGED, activation="float32", weight=weight)
+        make_case(f"{weight}_weights", 33, SMALL_RAGGED, activation="float32", weight=weight)
         for weight in ("float32", "bf16", "fp8_block", "mxfp4")
     ),
     *(
-        _case(f"bf16_by_{weight}", 33, SMALL_RAGGED, weight=weight, residual="apart")
+        make_case(f"bf16_by_{weight}", 33, SMALL_RAGGED, weight=weight, residual="apart")
         for weight in ("bf16", "fp8_block", "mxfp4")
     ),
-    _case("no_bias", 5, SMALL, activation="float32", weight="float32", bias=False),
-    _case("residual", 5, SMALL, activation="float32", weight="float32", residual="apart"),
-    _case("logits", 3, {"N": 1000, "K": 64}, out="float32", bias=False),
-    _case("strided", 9, SMALL, activation="float32", weight="float32", is_strided=True),
-    _case("strided_bf16", 9, SMALL, is_strided=True),
-    _case("odd_sizes", 7, {"N": 50, "K": 40}, activation="float32", weight="float32"),
-    _case("bf16_residual_in_place", 40, SMALL, residual="in_place"),
-    _case("float64", 6, SMALL, activation="float64", weight="float64"),
-    _case("qkv_129", 129, QKV, large=True),
-    _case("out_fp8_1000", 1000, OUT, weight="fp8_block", residual="apart", large=True),
+    make_case("no_bias", 5, SMALL, activation="float32", weight="float32", bias=False),
+    make_case("residual", 5, SMALL, activation="float32", weight="float32", residual="apart"),
+    make_case("logits", 3, {"N": 1000, "K": 64}, out="float32", bias=False),
+    make_case("strided", 9, SMALL, activation="float32", weight="float32", is_strided=True),
+    make_case("strided_bf16", 9, SMALL, is_strided=True),
+    make_case("odd_sizes", 7, {"N": 50, "K": 40}, activation="float32", weight="float32"),
+    make_case("bf16_residual_in_place", 40, SMALL, residual="in_place"),
+    make_case("float64", 6, SMALL, activation="float64", weight="float64"),
+    make_case("qkv_129", 129, QKV, large=True),
+    make_case("out_fp8_1000", 1000, OUT, weight="fp8_block", residual="apart", large=True),
 ]
 
 

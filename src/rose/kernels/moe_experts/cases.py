@@ -25,7 +25,7 @@ RAGGED_BOTH = {"D": 320, "I": 192, "E": 8, "K": 2}
 """320 = 2 * 128 + 64: the first product has a half block after whole ones, the second after one."""
 
 
-def _case(
+def make_case(
     name: str,
     tokens: int,
     sizes: dict[str, int],
@@ -40,9 +40,12 @@ def _case(
     rows_of_experts: tuple[int, ...] = (),
     **flags: Any,
 ) -> Case:
-    """`experts_hit`: only so many experts are chosen; `foreign`: half of the ids are -1; `constants`: alpha and
-    limit of the SwiGLU; `weight_sum`: what the weights of a token add up to; `rows_of_experts`: so many tokens have
-    the first expert, the second, ..., in a drawn order, where each has one expert."""
+    """Return a case.
+
+    `experts_hit`: only so many experts are chosen; `foreign`: half of the ids are -1; `constants`: alpha and limit
+    of the SwiGLU; `weight_sum`: what the weights of a token add up to; `rows_of_experts`: so many tokens have the
+    first expert, the second, ..., in a drawn order, where each has one expert.
+    """
     return Case(
         name=name,
         sizes={**sizes, "T": tokens},
@@ -63,45 +66,47 @@ def _case(
 
 def _timed(size: str, sizes: dict[str, int]) -> list[Case]:
     return [
-        _case(f"{size}_{weight}_{tokens}", tokens, sizes, weight=weight, large=True, timed=True)
+        make_case(f"{size}_{weight}_{tokens}", tokens, sizes, weight=weight, large=True, timed=True)
         for weight in ("mxfp4", "fp8_block")
         for tokens in (1, 8, 32, 128, 8192, 32768)
     ] + [
-        _case(f"{size}_bf16_{tokens}", tokens, sizes, weight="bf16", large=True, timed=True)
+        make_case(f"{size}_bf16_{tokens}", tokens, sizes, weight="bf16", large=True, timed=True)
         for tokens in (1, 128, 8192)
     ]
 
 
 def _edges() -> list[Case]:
     rows = (1, 2, 63, 64, 65, 127, 128, 129, 300)
-    cases = [_case(f"rows_{t}", t, SMALL, activation="float32") for t in rows]
-    cases += [_case(f"bf16_rows_{t}", t, SMALL) for t in (1, 17, 129)]
+    cases = [make_case(f"rows_{t}", t, SMALL, activation="float32") for t in rows]
+    cases += [make_case(f"bf16_rows_{t}", t, SMALL) for t in (1, 17, 129)]
     for weight in ("float32", "bf16", "mxfp4", "fp8_block"):
         cases.append(
-            _case(f"{weight}_weights", 33, SMALL_RAGGED, activation="float32", weight=weight)
+            make_case(f"{weight}_weights", 33, SMALL_RAGGED, activation="float32", weight=weight)
         )
         if weight != "float32":
-            cases.append(_case(f"bf16_by_{weight}", 33, SMALL_RAGGED, weight=weight))
+            cases.append(make_case(f"bf16_by_{weight}", 33, SMALL_RAGGED, weight=weight))
     cases += [
-        _case("one_expert_takes_all", 70, SMALL, activation="float32", experts_hit=2),
-        _case("most_experts_empty", 130, {**SMALL, "E": 32}, activation="float32", experts_hit=3),
-        _case("foreign_ids", 50, SMALL, activation="float32", foreign=True),
-        _case("foreign_ids_bf16", 300, SMALL, foreign=True),
-        _case("clamped", 20, SMALL, activation="float32", large_values=True),
-        _case("one_choice", 9, {**SMALL, "K": 1}, activation="float32"),
-        _case("all_experts", 9, {**SMALL, "E": 4, "K": 4}, activation="float32"),
-        _case("float64", 9, SMALL, activation="float64", weight="float64"),
-        _case("20b_width", 3, {**GPT_OSS_20B, "E": 2, "K": 1}),
-        _case("20b_width_rows_65", 65, {**GPT_OSS_20B, "E": 2, "K": 1}),
-        _case("20b_prefill_fp8", 2000, GPT_OSS_20B, weight="fp8_block", large=True),
+        make_case("one_expert_takes_all", 70, SMALL, activation="float32", experts_hit=2),
+        make_case(
+            "most_experts_empty", 130, {**SMALL, "E": 32}, activation="float32", experts_hit=3
+        ),
+        make_case("foreign_ids", 50, SMALL, activation="float32", foreign=True),
+        make_case("foreign_ids_bf16", 300, SMALL, foreign=True),
+        make_case("clamped", 20, SMALL, activation="float32", large_values=True),
+        make_case("one_choice", 9, {**SMALL, "K": 1}, activation="float32"),
+        make_case("all_experts", 9, {**SMALL, "E": 4, "K": 4}, activation="float32"),
+        make_case("float64", 9, SMALL, activation="float64", weight="float64"),
+        make_case("20b_width", 3, {**GPT_OSS_20B, "E": 2, "K": 1}),
+        make_case("20b_width_rows_65", 65, {**GPT_OSS_20B, "E": 2, "K": 1}),
+        make_case("20b_prefill_fp8", 2000, GPT_OSS_20B, weight="fp8_block", large=True),
         # Past 221 tokens of 128 experts cuda_e4m3 has another launch shape.
-        _case("120b_rows_250", 250, GPT_OSS_120B, large=True),
-        _case("120b_prefill_foreign", 3000, GPT_OSS_120B, foreign=True, large=True),
+        make_case("120b_rows_250", 250, GPT_OSS_120B, large=True),
+        make_case("120b_prefill_foreign", 3000, GPT_OSS_120B, foreign=True, large=True),
         *(
-            _case(f"fp8_prefill_rows_{t}", t, SMALL_RAGGED, weight="fp8_block", phase="prefill")
+            make_case(f"fp8_prefill_rows_{t}", t, SMALL_RAGGED, weight="fp8_block", phase="prefill")
             for t in (1, 65, 129)
         ),
-        _case(
+        make_case(
             "fp8_prefill_empty_experts",
             70,
             {**SMALL_RAGGED, "E": 16},
@@ -109,7 +114,7 @@ def _edges() -> list[Case]:
             experts_hit=3,
             phase="prefill",
         ),
-        _case(
+        make_case(
             "fp8_prefill_foreign",
             40,
             SMALL_RAGGED,
@@ -118,11 +123,11 @@ def _edges() -> list[Case]:
             phase="prefill",
         ),
         *(
-            _case(f"mxfp4_prefill_rows_{t}", t, RAGGED_BOTH, phase="prefill", branches=t == 65)
+            make_case(f"mxfp4_prefill_rows_{t}", t, RAGGED_BOTH, phase="prefill", branches=t == 65)
             for t in (1, 65, 300)
         ),
         # More experts than an fp8 copy is kept of, and two or three tiles for each that is hit.
-        _case(
+        make_case(
             "mxfp4_prefill_many_experts",
             800,
             {**RAGGED_BOTH, "D": 192, "I": 320, "E": 72},
@@ -132,7 +137,7 @@ def _edges() -> list[Case]:
         ),
         # Steps so long that tiles of 256 tokens are bound: spread over all experts, and on three of them.
         *(
-            _case(
+            make_case(
                 f"mxfp4_prefill_long_{name}",
                 tokens,
                 {**RAGGED_BOTH, "D": 192, "I": 320, "E": 72},
@@ -141,7 +146,7 @@ def _edges() -> list[Case]:
             )
             for name, tokens, hit in (("spread", 2049, None), ("empty_experts", 2200, 3))
         ),
-        _case(
+        make_case(
             "mxfp4_prefill_long_constants",
             2049,
             {**RAGGED_BOTH, "D": 192, "I": 320, "E": 72},
@@ -149,14 +154,14 @@ def _edges() -> list[Case]:
             weight_sum=0.6,
         ),
         # 576 = 4 * 128 + 64: an even number of whole blocks behind the half one, as 2880 has.
-        _case(
+        make_case(
             "mxfp4_prefill_long_widths",
             sum(ROWS_OF_WIDTHS),
             {"D": 576, "I": 192, "E": 72, "K": 1},
             rows_of_experts=ROWS_OF_WIDTHS,
             branches=True,
         ),
-        _case(
+        make_case(
             "fp8_prefill_slabs",
             sum(ROWS_OF_SLABS),
             {**SMALL_RAGGED, "E": 8, "K": 1},
@@ -165,7 +170,7 @@ def _edges() -> list[Case]:
             branches=True,
         ),
         # What gpt-oss never has: finds constants that a kernel brings along, and weights normalised once more.
-        _case(
+        make_case(
             "other_constants",
             20,
             SMALL,
@@ -173,9 +178,9 @@ def _edges() -> list[Case]:
             constants=(1.25, 2.0),
             weight_sum=0.6,
         ),
-        _case("other_constants_mxfp4", 20, SMALL, constants=(1.25, 2.0), weight_sum=0.6),
+        make_case("other_constants_mxfp4", 20, SMALL, constants=(1.25, 2.0), weight_sum=0.6),
         *(
-            _case(
+            make_case(
                 f"other_constants_fp8_{phase}",
                 65,
                 SMALL_RAGGED,
@@ -186,7 +191,7 @@ def _edges() -> list[Case]:
             )
             for phase in ("decode", "prefill")
         ),
-        _case("20b_skewed", 4096, GPT_OSS_20B, experts_hit=5, large=True),
+        make_case("20b_skewed", 4096, GPT_OSS_20B, experts_hit=5, large=True),
     ]
     return cases
 

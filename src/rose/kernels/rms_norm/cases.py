@@ -10,7 +10,7 @@ from rose.kernels.cases import BF16_OUT, FLOAT32, Case, Tolerance
 from rose.utils.dtypes import torch_dtype
 
 
-def _case(
+def make_case(
     name: str,
     tokens: int,
     hidden: int,
@@ -21,7 +21,10 @@ def _case(
     size: float = 1.0,
     **flags: Any,
 ) -> Case:
-    """`size`: standard deviation of x; a third of that of the residual."""
+    """Return a case.
+
+    `size`: standard deviation of x; a third of that of the residual.
+    """
     return Case(
         name=name,
         sizes={"D": hidden, "T": tokens},
@@ -34,18 +37,18 @@ def _case(
 
 
 CASES = [
-    _case("decode_1", 1, 2880, timed=True),
-    _case("decode_128", 128, 2880, timed=True),
-    _case("prefill_8192", 8192, 2880, large=True, timed=True),
-    _case("first_layer", 65, 2880, residual=False),
-    _case("float32", 33, 2880, dtype="float32"),
-    _case("small", 3, 64, dtype="float32"),
+    make_case("decode_1", 1, 2880, timed=True),
+    make_case("decode_128", 128, 2880, timed=True),
+    make_case("prefill_8192", 8192, 2880, large=True, timed=True),
+    make_case("first_layer", 65, 2880, residual=False),
+    make_case("float32", 33, 2880, dtype="float32"),
+    make_case("small", 3, 64, dtype="float32"),
     # Rows so small that eps decides, and an eps that gpt-oss does not have.
     *(
-        _case(f"small_numbers_{d}", 5, 64, dtype=d, eps=3e-4, size=1e-2)
+        make_case(f"small_numbers_{d}", 5, 64, dtype=d, eps=3e-4, size=1e-2)
         for d in ("float32", "bf16")
     ),
-    _case("odd_width", 5, 200),
+    make_case("odd_width", 5, 200),
 ]
 
 

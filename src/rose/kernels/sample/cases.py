@@ -20,7 +20,7 @@ GPT_OSS_IDS = 200019
 """Rows of the head from here on are no tokens."""
 
 
-def _case(
+def make_case(
     name: str,
     rows: int,
     vocab: int,
@@ -33,9 +33,12 @@ def _case(
     is_damaged: bool = False,
     **flags: Any,
 ) -> Case:
-    """`filters`: none, top_k, top_p, min_p, mixed or borders; `temperature` None: a different one per row, some 0;
-    `is_tied`: logits are small integers; `banned`: none, tail or all_but_one;
-    `is_damaged`: most rows have logits that are not finite."""
+    """Return a case.
+
+    `filters`: none, top_k, top_p, min_p, mixed or borders; `temperature` None: a different one per row, some 0;
+    `is_tied`: logits are small integers; `banned`: none, tail or all_but_one; `is_damaged`: most rows have logits
+    that are not finite.
+    """
     return Case(
         name=name,
         sizes={"V": vocab, "S": rows},
@@ -61,33 +64,35 @@ _KINDS: dict[str, dict[str, Any]] = {
 
 CASES = [
     *(
-        _case(f"gpt_oss_{kind}_{rows}", rows, GPT_OSS_VOCAB, large=True, timed=True, **options)
+        make_case(f"gpt_oss_{kind}_{rows}", rows, GPT_OSS_VOCAB, large=True, timed=True, **options)
         for kind, options in _KINDS.items()
         for rows in (1, 8, 32, 128)
     ),
-    *(_case(f"rows_{rows}", rows, 300) for rows in (1, 63, 64, 65, 129)),
-    *(_case(f"vocab_{v}", 9, v, temperature=None) for v in (2, 50, 1023, 1024, 1025)),
+    *(make_case(f"rows_{rows}", rows, 300) for rows in (1, 63, 64, 65, 129)),
+    *(make_case(f"vocab_{v}", 9, v, temperature=None) for v in (2, 50, 1023, 1024, 1025)),
     # A filtered row costs the interpreter seconds: few of them there, many on a GPU.
-    *(_case(f, 3, 500, filters=f) for f in ("top_k", "top_p", "min_p", "mixed")),
+    *(make_case(f, 3, 500, filters=f) for f in ("top_k", "top_p", "min_p", "mixed")),
     *(
-        _case(f"{f}_many", 200, 5000, filters=f, large=True)
+        make_case(f"{f}_many", 200, 5000, filters=f, large=True)
         for f in ("top_k", "top_p", "min_p", "mixed")
     ),
-    _case("greedy", 20, 1000, temperature=0.0),
-    _case("greedy_ties", 40, 64, temperature=0.0, is_tied=True),
-    _case("greedy_ignores_filters", 4, 64, temperature=0.0, filters="mixed"),
-    _case("temperatures", 64, 400, temperature=None),
-    _case("ties_filtered_many", 200, 40, is_tied=True, filters="mixed", large=True),
-    _case("ties_filtered", 6, 40, is_tied=True, filters="mixed"),
-    _case("filter_borders", 8, 8, filters="borders", banned="none"),
-    _case("all_but_one_banned", 4, 100, banned="all_but_one", filters="mixed", temperature=None),
-    _case("nothing_banned", 10, 100, banned="none"),
-    _case("damaged", 12, 500, temperature=None, is_damaged=True),
-    _case("damaged_filtered", 12, 500, filters="mixed", is_damaged=True),
-    _case("damaged_filtered_many", 240, 5000, filters="mixed", is_damaged=True, large=True),
-    _case("damaged_bf16", 6, 300, logits="bf16", temperature=None, is_damaged=True),
-    _case("bf16", 4, 600, logits="bf16", temperature=None, filters="mixed"),
-    _case("one_gpt_oss_row", 1, GPT_OSS_VOCAB, filters="mixed", temperature=None),
+    make_case("greedy", 20, 1000, temperature=0.0),
+    make_case("greedy_ties", 40, 64, temperature=0.0, is_tied=True),
+    make_case("greedy_ignores_filters", 4, 64, temperature=0.0, filters="mixed"),
+    make_case("temperatures", 64, 400, temperature=None),
+    make_case("ties_filtered_many", 200, 40, is_tied=True, filters="mixed", large=True),
+    make_case("ties_filtered", 6, 40, is_tied=True, filters="mixed"),
+    make_case("filter_borders", 8, 8, filters="borders", banned="none"),
+    make_case(
+        "all_but_one_banned", 4, 100, banned="all_but_one", filters="mixed", temperature=None
+    ),
+    make_case("nothing_banned", 10, 100, banned="none"),
+    make_case("damaged", 12, 500, temperature=None, is_damaged=True),
+    make_case("damaged_filtered", 12, 500, filters="mixed", is_damaged=True),
+    make_case("damaged_filtered_many", 240, 5000, filters="mixed", is_damaged=True, large=True),
+    make_case("damaged_bf16", 6, 300, logits="bf16", temperature=None, is_damaged=True),
+    make_case("bf16", 4, 600, logits="bf16", temperature=None, filters="mixed"),
+    make_case("one_gpt_oss_row", 1, GPT_OSS_VOCAB, filters="mixed", temperature=None),
 ]
 
 
