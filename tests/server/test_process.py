@@ -19,6 +19,10 @@ from rose.protocol.request import Request
 from rose.server.launch import engine_command, read_config
 from rose.utils.errors import ConfigError
 
+LIMIT_SECONDS = 120
+"""Of a whole conversation with a process that has to import torch first. One wait for a frame ends sooner, but an
+engine that lives sends a status each second: whoever waits for another frame would wait without end."""
+
 FAKE = """
 import sys
 sys.path[:0] = [{tests!r}]
@@ -70,7 +74,7 @@ def test_a_process_serves_until_sigterm_and_then_ends_its_requests(tmp_path):
 
     process = _start(FAKE, address)
     try:
-        events = asyncio.run(run())
+        events = asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))
         assert process.wait(10) == 0
     finally:
         process.kill()
@@ -96,7 +100,7 @@ def test_a_model_that_is_not_there_ends_the_start_with_the_reason(tmp_path, is_s
 
     process = subprocess.Popen(command, env=_environment(), stderr=subprocess.PIPE, text=True)
     try:
-        details = asyncio.run(run())
+        details = asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))
         _, errors = process.communicate(timeout=20)
     finally:
         process.kill()
@@ -128,4 +132,6 @@ def test_a_wrong_configuration_is_refused(text, reason):
 
 def test_the_command_is_made_without_torch():
     code = "import sys, rose.server.launch; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, env=_environment())
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env=_environment(), timeout=LIMIT_SECONDS
+    )

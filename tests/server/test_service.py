@@ -21,6 +21,14 @@ from rose.protocol.request import Abort, Request, StatusQuery
 from rose.protocol.sampling_params import SamplingParams
 from rose.server.service import EngineService
 
+LIMIT_SECONDS = 60
+"""Of a whole test. One wait for a frame ends soon, but a service that lives sends a status each second: whoever waits
+for a frame of another kind would wait without end."""
+
+
+def _within_limit(test):
+    asyncio.run(asyncio.wait_for(test, LIMIT_SECONDS))
+
 
 class SlowModel(FakeModel):
     """Slow enough that a request of hundreds of tokens still runs when a loaded machine gets to the test."""
@@ -108,7 +116,7 @@ def test_requests_are_answered_with_their_tokens():
         assert _tokens(events, "a") == expected_output([1, 2, 3], 9)
         assert _tokens(events, "b") == expected_output([4] * 70, 5)
 
-    asyncio.run(run())
+    _within_limit(run())
 
 
 def test_the_service_says_that_it_is_ready_and_answers_queries():
@@ -119,7 +127,7 @@ def test_the_service_says_that_it_is_ready_and_answers_queries():
             events = await service.events_until(lambda e: isinstance(e, EngineStatus))
         assert events[-1].context_tokens == 512
 
-    asyncio.run(run())
+    _within_limit(run())
 
 
 def test_refusals_and_aborts_are_answered():
@@ -135,7 +143,7 @@ def test_refusals_and_aborts_are_answered():
             assert [e.reason for e in events if _ends("a")(e)] == ["abort"]
             assert service.engine.table.num_used_pages == 0
 
-    asyncio.run(run())
+    _within_limit(run())
 
 
 def test_a_stop_tells_running_requests_that_the_engine_shuts_down():
@@ -149,7 +157,7 @@ def test_a_stop_tells_running_requests_that_the_engine_shuts_down():
             assert events[-1].detail == "stopped"
             assert service.engine.table.num_used_pages == 0
 
-    asyncio.run(run())
+    _within_limit(run())
 
 
 def test_a_failing_step_answers_every_request_and_ends_the_service():
@@ -179,7 +187,7 @@ def test_a_failing_step_answers_every_request_and_ends_the_service():
             e.code == "engine_failed" and "device lost" in e.message for e in errors.values()
         )
 
-    asyncio.run(run())
+    _within_limit(run())
 
 
 def test_a_failing_step_tells_who_had_begun_from_who_can_be_asked_again():
@@ -197,7 +205,7 @@ def test_a_failing_step_tells_who_had_begun_from_who_can_be_asked_again():
         codes = {e.request_id: e.code for e in events if isinstance(e, ErrorEvent)}
         assert codes == dict.fromkeys("abcdefgh", "engine_failed") | {"i": "engine_unavailable"}
 
-    asyncio.run(run())
+    _within_limit(run())
 
 
 def test_the_start_of_a_long_step_is_told_with_its_bound():
@@ -213,7 +221,7 @@ def test_the_start_of_a_long_step_is_told_with_its_bound():
                 events += await service.frontend.receive()
             assert events[-1].step_bound_s == 0.0
 
-    asyncio.run(run())
+    _within_limit(run())
 
 
 def test_work_of_which_nothing_comes_ends_the_engine(monkeypatch):
@@ -230,7 +238,7 @@ def test_work_of_which_nothing_comes_ends_the_engine(monkeypatch):
         assert error.code == "engine_unavailable"
         assert "0 sequences running and 1 waiting" in error.message
 
-    asyncio.run(run())
+    _within_limit(run())
 
 
 class Stalled(EngineEndpoint):
@@ -275,7 +283,7 @@ def test_a_frontend_that_comes_back_learns_that_its_requests_have_ended(tmp_path
         frontend.close()
         endpoint.close()
 
-    asyncio.run(run())
+    _within_limit(run())
 
 
 def test_requests_of_a_frontend_that_is_gone_are_dropped():
@@ -291,7 +299,7 @@ def test_requests_of_a_frontend_that_is_gone_are_dropped():
             assert service.engine.counters.num_output_tokens < 500
             assert service.engine.table.num_used_pages == 0
 
-    asyncio.run(run())
+    _within_limit(run())
 
 
 @pytest.mark.parametrize("frame", [b"", b"\x09x", b"\x01\xc1"])
@@ -304,7 +312,7 @@ def test_a_broken_frame_is_told_and_survived(frame):
             await service.frontend.send(_request("a", [1], 2))
             assert _tokens(await service.events_until(_ends("a")), "a") == expected_output([1], 2)
 
-    asyncio.run(run())
+    _within_limit(run())
 
 
 def test_requests_still_in_the_channel_are_refused_at_the_end():
@@ -318,4 +326,4 @@ def test_requests_still_in_the_channel_are_refused_at_the_end():
             events = await service.events_until(_ends("b"))
         assert [e.code for e in events if isinstance(e, ErrorEvent)] == ["shutting_down"] * 2
 
-    asyncio.run(run())
+    _within_limit(run())

@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from rose.utils.device import DeviceFacts
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "gpu.py"
+LIMIT_SECONDS = 60
+"""Of a process that a test waits for."""
 
 
 @pytest.fixture(scope="module")
@@ -276,12 +279,18 @@ def test_whatever_ends_it_ends_the_step_and_leaves_nothing(number, tmp_path):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", ENDED]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as tool:
-        step = next(int(line) for line in tool.stdout if line.strip().isdigit())
-        assert list(tmp_path.iterdir())
-        tool.send_signal(number)
-        # Ends only where nobody holds the pipe any more, the step included.
-        tool.stdout.read()
-        assert tool.wait(10) == 128 + number
+        # A tool that never says its step, or never ends, is ended here; its step, which holds the pipe, ends by itself.
+        limit = threading.Timer(LIMIT_SECONDS, tool.kill)
+        limit.start()
+        try:
+            step = next(int(line) for line in tool.stdout if line.strip().isdigit())
+            assert list(tmp_path.iterdir())
+            tool.send_signal(number)
+            # Ends only where nobody holds the pipe any more, the step included.
+            tool.stdout.read()
+            assert tool.wait(10) == 128 + number
+        finally:
+            limit.cancel()
     assert not list(tmp_path.iterdir())
     assert not Path(f"/proc/{step}").exists()
 
@@ -382,10 +391,11 @@ def test_every_step_that_the_pages_name_exists(gpu):
 def test_make_hands_its_variables_over():
     words = ["make", "-n", "gpu-bench", "BUDGET=540", "ONLY=20b sweep", "OUT=/results", "DRY=1"]
     environment = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL")}
-    shown = subprocess.check_output(words, cwd=ROOT, text=True, env=environment)
+    limited = {"cwd": ROOT, "text": True, "env": environment, "timeout": LIMIT_SECONDS}
+    shown = subprocess.check_output(words, **limited)
     given = shlex.split(shown.replace("\\\n", " "))
     assert given[0] == (".venv/bin/python" if (ROOT / ".venv/bin/python").exists() else "python3")
-    named = subprocess.check_output([*words, "PYTHON=other"], cwd=ROOT, text=True, env=environment)
+    named = subprocess.check_output([*words, "PYTHON=other"], **limited)
     assert named.split()[0] == "other"
     for pair in (["--budget", "540"], ["--only", "20b sweep"], ["--out", "/results"]):
         assert given[given.index(pair[0]) + 1] == pair[1]
