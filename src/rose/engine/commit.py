@@ -39,6 +39,8 @@ def commit(
             sequence.drop_stale()
             continue
         if slot in damaged:
+            # LIMIT: the prefix cache may have its pages already, and a later request that finds them fails likewise,
+            # though what damaged them be gone. The engine has to be started again then, as the message says.
             scheduler.finish(sequence)
             events.append(_not_finite(sequence))
             continue
@@ -68,7 +70,8 @@ def _not_finite(sequence: Sequence) -> ErrorEvent:
         request_id=sequence.request_id,
         code="logits_not_finite",
         message=f"the model gave no finite logits after {sequence.num_output_tokens} tokens of output, so there is no "
-        "next token; its weights or the device are damaged, and the operator of this server should check both",
+        "next token; its weights or the device are damaged: the operator of this server should check both and start it "
+        "again",
     )
 
 
