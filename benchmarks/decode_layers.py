@@ -30,7 +30,7 @@ registry.load("decode_layers")
 cuda_impl: Any = importlib.import_module("rose.kernels.decode_layers.cuda_impl")
 CASES: Any = cases_module("decode_layers")
 SIZES = {"20b": (CASES.GPT_OSS_20B, 24), "120b": (CASES.GPT_OSS_120B, 36)}
-BLOCKS = 8 * cuda_impl.CLUSTERS
+BLOCKS = cuda_impl.NUM_CUDA_BLOCKS
 PLAN = cuda_impl.LIBRARY.source.with_name("layers_plan.cuh")
 MARKS = re.findall(r"k(\w+)", re.search(r"enum Mark \{(.*), kMarks \}", PLAN.read_text())[1])
 
@@ -39,7 +39,7 @@ def call_of(size: str, context: int) -> dict[str, Any]:
     """Draw a call on the GPU, with weights prepared as at load."""
     sizes, num_blocks = SIZES[size]
     kinds = CASES.ALTERNATING * (num_blocks // 2)
-    case = CASES._case("timed", [context], sizes, kinds=kinds, large=True, timed=True)
+    case = CASES.make_case("timed", [context], sizes, kinds=kinds, large=True, timed=True)
     call = CASES.inputs(case, 0, "cuda")
     return {**call, "weights": cuda_impl.prepare(call["weights"])}
 
@@ -107,11 +107,15 @@ def main() -> int:
     parser.add_argument("--size", nargs="+", choices=SIZES, default=["20b"])
     parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 8192, 32000])
     parser.add_argument("--timeline", action="store_true")
+    parser.add_argument(
+        "--define", action="append", default=[], help="a word that the kernel is built with"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--commit", default="", help="written to every line")
     arguments = parser.parse_args()
-    if arguments.timeline:
-        library = CudaLibrary(cuda_impl.LIBRARY.source, defines=("ROSE_TIMELINE",))
+    defines = (*arguments.define, *(("ROSE_TIMELINE",) if arguments.timeline else ()))
+    if defines:
+        library = CudaLibrary(cuda_impl.LIBRARY.source, defines=defines)
         cuda_impl.LAUNCHERS = cuda_impl.StackLaunchers(library)
     origin = {
         "bench": "kernel",

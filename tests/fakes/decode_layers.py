@@ -59,7 +59,6 @@ def put_on_cpu(
     *,
     layers: Callable[..., int],
     workspace_bytes: Callable[[], int],
-    clusters: Callable[[int], int] = lambda _experts: cuda_impl.CLUSTERS,
 ) -> None:
     """Let the wrapper of the CUDA kernel call these; each as the C function of its name, results and all."""
 
@@ -70,7 +69,6 @@ def put_on_cpu(
         return call
 
     monkeypatch.setattr(cuda_impl.LAUNCHERS, "call_layers", checked(layers))
-    monkeypatch.setattr(cuda_impl.LAUNCHERS, "call_clusters", clusters)
     monkeypatch.setattr(cuda_impl.LAUNCHERS, "call_workspace_bytes", workspace_bytes)
     monkeypatch.setattr(cuda_impl, "_stream", lambda _tensor: 0)
 

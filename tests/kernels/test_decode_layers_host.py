@@ -31,9 +31,6 @@ CASES = {
 STACK = next(i for i in registry.implementations("decode_layers") if i.name == "cuda_stack")
 FEW = ("model_full_alone", "model_of_33")
 
-COUNTERS = 14 * 128
-"""Bytes at the begin of the workspace, `kCounters` of layers_plan.cuh."""
-
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory) -> ctypes.CDLL:
@@ -94,7 +91,6 @@ def test_launches_share_a_workspace_and_what_lies_beside_the_history_is_nobodys(
                 pages[page, :, :, : first % page_tokens] = beside
         cuda_impl.decode_layers(**fresh)
         found.append(fresh["residual_SD"])
-        assert not stack.workspace(torch.device("cpu"))[:COUNTERS].any()
     assert found[0].isfinite().all()
     assert torch.equal(*found)
 

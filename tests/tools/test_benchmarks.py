@@ -44,8 +44,7 @@ def _private(path: Path) -> Iterator[str]:
 
 def test_scripts_use_public_names_of_others():
     found = {(p.name, n) for p in BENCHMARKS.glob("*.py") for n in _private(p)}
-    # TODO(the folder of that kernel is being rewritten): make_case, as in the other folders.
-    assert found <= {("decode_layers.py", "_case")}
+    assert not found
 
 
 def test_a_private_name_would_be_found(tmp_path):

@@ -16,6 +16,7 @@
 #include <type_traits>
 #include <vector>
 
+#define __grid_constant__
 #define __global__
 #define __device__
 #define __host__

@@ -6,12 +6,32 @@
 namespace rose::layers {
 
 inline uint8_t* shared_memory() { return memory->base; }
-inline void add_release(int* sum, int v) { __atomic_fetch_add(sum, v, __ATOMIC_RELEASE); }
-inline int load_acquire(const int* p) {
-  std::this_thread::yield();
-  return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+inline uint32_t look(const uint32_t* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+// Something that is not there yet lets its thread sleep, longer each time: hundreds of threads ask, and those who would
+// send it need the processor.
+template <class T>
+T rest_unless(bool is_there, T v) {
+  static thread_local int misses = 0;
+  misses = is_there ? 0 : std::min(misses + 1, 6);
+  if (!is_there) std::this_thread::sleep_for(std::chrono::milliseconds(1 << misses));
+  return v;
 }
-inline int add_one_ordered(int* sum) { return __atomic_fetch_add(sum, 1, __ATOMIC_ACQ_REL); }
+inline uint32_t load_shared_by_all(const uint32_t* p) {
+  const uint32_t v = look(p);
+  return rest_unless(v != ~0u, v);
+}
+inline uint2 load_shared_by_all(const uint2* p) {
+  const uint2 v = {look(&p->x), look(&p->y)};
+  return rest_unless(v.x != ~0u && v.y != ~0u, v);
+}
+inline uint4 load_shared_by_all(const uint4* p) {
+  const uint4 v = {look(&p->x), look(&p->y), look(&p->z), look(&p->w)};
+  return rest_unless(v.x != ~0u && v.y != ~0u && v.z != ~0u && v.w != ~0u, v);
+}
+inline uint4 load_in_order(const uint4* p) { return load_shared_by_all(p); }
+inline void store_for_all(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+inline void fence_for_all() { std::atomic_thread_fence(std::memory_order_acq_rel); }
+inline void add_one(uint64_t* sum) { __atomic_fetch_add(sum, 1, __ATOMIC_RELAXED); }
 inline int64_t nanoseconds() { return 0; }
 inline void trap() { std::abort(); }
 inline float exp2_fast(float v) { return std::exp2(v); }
@@ -32,13 +52,8 @@ inline uint64_t read_once() { return 0; }
 inline void bulk_load_once(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier, uint64_t) {
   moe_decode::bulk_load(to, from, bytes, barrier);
 }
-inline void prefetch_line(const void*) {}
-inline uint32_t remote_address(uint32_t shared, uint32_t rank) { return shared | (rank + 1) << 24; }
-inline void store_remote(uint32_t address, float v) { std::memcpy(place(address), &v, 4); }
-inline void arrive_remote(uint32_t barrier) { mbarrier_arrive(barrier); }
-inline bool try_wait_cluster(uint32_t barrier, uint32_t parity) {
-  mbarrier_wait(barrier, parity);
-  return true;
-}
+
+inline void bulk_fetch(const void*, uint32_t) {}
+inline void pause(uint32_t) {}
 
 }  // namespace rose::layers

@@ -1,5 +1,5 @@
 // Barriers of sm_90 on a CPU where several blocks run at once: each has its shared memory and its barriers, addressed by
-// their offset in it. An address in another block of the cluster has that block's rank, plus one, in its upper byte.
+// their offset in it.
 #pragma once
 
 #include <condition_variable>
@@ -7,6 +7,9 @@
 
 #include "launch.cuh"
 
+struct uint2 {
+  uint32_t x, y;
+};
 inline uint32_t max(uint32_t a, uint32_t b) { return a > b ? a : b; }
 inline float rsqrtf(float v) { return 1.0f / std::sqrt(v); }
 
@@ -27,9 +30,6 @@ struct Memory {
   std::vector<uint8_t> bytes;
   uint8_t* base;  // aligned
   std::map<uint32_t, Barrier> barriers;
-  Memory** cluster;  // the blocks of this block's cluster
-  int rank;
-  std::barrier<>* cluster_barrier;
 };
 inline std::mutex barrier_mutex;
 inline thread_local Memory* memory;
@@ -37,9 +37,8 @@ inline thread_local Memory* memory;
 inline uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(static_cast<const uint8_t*>(p) - memory->base);
 }
-inline Memory& owner(uint32_t address) { return address >> 24 ? *memory->cluster[(address >> 24) - 1] : *memory; }
-inline uint8_t* place(uint32_t address) { return owner(address).base + (address & 0xFFFFFF); }
-inline Barrier& barrier_at(uint32_t address) { return owner(address).barriers.at(address & 0xFFFFFF); }
+inline uint8_t* place(uint32_t address) { return memory->base + address; }
+inline Barrier& barrier_at(uint32_t address) { return memory->barriers.at(address); }
 inline void settle(Barrier& b) {
   if (b.arrived != b.wanted || b.pending_bytes != 0) return;
   b.arrived = 0, ++b.phase;
@@ -74,7 +73,6 @@ inline void mbarrier_wait(uint32_t address, uint32_t parity) {
 }
 inline void named_sync(uint32_t id, uint32_t threads) { block->named_barrier(id, threads).arrive_and_wait(); }
 inline void fence_proxy_async() {}
-inline void cluster_sync() { memory->cluster_barrier->arrive_and_wait(); }
 template <int kRegisters>
 void registers_grow() {}
 template <int kRegisters>

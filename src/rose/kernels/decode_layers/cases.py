@@ -42,7 +42,7 @@ _SHARE_TIMED = 0.125
 as that grows, norms shrink the quiet columns, and the choice of experts must not change."""
 
 
-def _case(
+def make_case(
     name: str,
     lengths: Sequence[int],
     sizes: dict[str, int] = SMALL,
@@ -57,8 +57,11 @@ def _case(
     large_values: bool = False,
     **flags: Any,
 ) -> Case:
-    """`kinds`: of the blocks; `chosen`: experts of the tokens, spread (drawn for each), halved (half of them the same),
-    same, or last (the last K); `is_strided`: rows of the page tables lie apart; `large_values`: SwiGLUs clamp."""
+    """Return a case.
+
+    `kinds`: of the blocks; `chosen`: experts of the tokens, spread (drawn for each), halved (half of them the same),
+    same, or last (the last K); `is_strided`: rows of the page tables lie apart; `large_values`: SwiGLUs clamp.
+    """
     return Case(
         name=name,
         sizes={**sizes, "S": len(lengths), "B": len(kinds)},
@@ -85,7 +88,7 @@ def _case(
 
 def _timed() -> list[Case]:
     return [
-        _case(
+        make_case(
             f"{size}_{num}x{context}",
             [context] * num,
             sizes,
@@ -104,41 +107,43 @@ def _gpt_oss() -> list[Case]:
     pages_of_16 = {**GPT_OSS_20B, "L": 16}
     lengths = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 130, 255, 257, 2500, 4096, 4097)
     one = [
-        _case(f"20b_of_{n}{word}", [n], sizes, large=True)
+        make_case(f"20b_of_{n}{word}", [n], sizes, large=True)
         for n in lengths
         for word, sizes in (("", GPT_OSS_20B), ("_pages_of_16", pages_of_16))
     ]
     pairs = ((1, 1), (1, 130), (128, 127), (129, 64), (65, 3000), (8192, 16), (20000, 511))
     two = [
-        _case(f"20b_of_{a}_and_{b}", [a, b], GPT_OSS_20B, chosen=chosen, large=True)
+        make_case(f"20b_of_{a}_and_{b}", [a, b], GPT_OSS_20B, chosen=chosen, large=True)
         for (a, b), chosen in zip(
             pairs, ("same", "halved", "spread", "last", "halved", "spread", "same"), strict=True
         )
     ]
     return [
-        _case("20b_layer", [70], GPT_OSS_20B, kinds=("window",), chosen="last", branches=True),
+        make_case("20b_layer", [70], GPT_OSS_20B, kinds=("window",), chosen="last", branches=True),
         *one,
         *two,
-        _case("20b_padding_last", [90, 0], GPT_OSS_20B, large=True),
-        _case("20b_padding_first", [0, 200], GPT_OSS_20B, chosen="halved", large=True),
-        _case("20b_only_padding", [0, 0], GPT_OSS_20B, large=True),
-        _case("20b_strided", [300, 77], GPT_OSS_20B, is_strided=True, large=True),
-        _case("20b_full_alone", [150], GPT_OSS_20B, kinds=("full",), large=True, branches=True),
-        _case("20b_windows_alone", [150, 9], GPT_OSS_20B, kinds=("window",) * 2, large=True),
-        _case("20b_three", [200, 300], GPT_OSS_20B, kinds=("window", "full", "window"), large=True),
-        _case("20b_clamped", [40, 41], GPT_OSS_20B, large_values=True, large=True),
-        _case("20b_sink_wins", [40, 300], GPT_OSS_20B, sink=8.0, large=True),
-        _case("20b_pages_of_256", [600, 255], {**GPT_OSS_20B, "L": 256}, large=True),
-        _case("120b_layer", [140], GPT_OSS_120B, kinds=("window",), large=True),
-        _case("120b_two", [140, 1000], GPT_OSS_120B, chosen="halved", large=True),
-        _case("120b_last_experts", [64], GPT_OSS_120B, chosen="last", large=True),
+        make_case("20b_padding_last", [90, 0], GPT_OSS_20B, large=True),
+        make_case("20b_padding_first", [0, 200], GPT_OSS_20B, chosen="halved", large=True),
+        make_case("20b_only_padding", [0, 0], GPT_OSS_20B, large=True),
+        make_case("20b_strided", [300, 77], GPT_OSS_20B, is_strided=True, large=True),
+        make_case("20b_full_alone", [150], GPT_OSS_20B, kinds=("full",), large=True, branches=True),
+        make_case("20b_windows_alone", [150, 9], GPT_OSS_20B, kinds=("window",) * 2, large=True),
+        make_case(
+            "20b_three", [200, 300], GPT_OSS_20B, kinds=("window", "full", "window"), large=True
+        ),
+        make_case("20b_clamped", [40, 41], GPT_OSS_20B, large_values=True, large=True),
+        make_case("20b_sink_wins", [40, 300], GPT_OSS_20B, sink=8.0, large=True),
+        make_case("20b_pages_of_256", [600, 255], {**GPT_OSS_20B, "L": 256}, large=True),
+        make_case("120b_layer", [140], GPT_OSS_120B, kinds=("window",), large=True),
+        make_case("120b_two", [140, 1000], GPT_OSS_120B, chosen="halved", large=True),
+        make_case("120b_last_experts", [64], GPT_OSS_120B, chosen="last", large=True),
     ]
 
 
 def _float32(
     name: str, lengths: Sequence[int], sizes: dict[str, int] = SMALL, **options: Any
 ) -> Case:
-    return _case(name, lengths, sizes, activation="float32", **options)
+    return make_case(name, lengths, sizes, activation="float32", **options)
 
 
 def _edges() -> list[Case]:
@@ -160,36 +165,36 @@ def _edges() -> list[Case]:
         _float32("one_kv_head", [30, 3], {**SMALL, "G": 1}),
         _float32("all_experts", [30, 3], {**SMALL, "E": 4, "K": 4}),
         _float32("float32_weights", [30, 3], weight="float32"),
-        _case("float64", [30, 3], window=8, activation="float64", weight="float64"),
-        _case("bf16", [30, 3], window=8),
-        _case("bf16_weights", [30, 3], window=8, weight="bf16"),
+        make_case("float64", [30, 3], window=8, activation="float64", weight="float64"),
+        make_case("bf16", [30, 3], window=8),
+        make_case("bf16_weights", [30, 3], window=8, weight="bf16"),
         *(
-            _case(f"model_of_{n}", [n], MODEL, window=32)
+            make_case(f"model_of_{n}", [n], MODEL, window=32)
             for n in (1, 2, 16, 17, 32, 33, 64, 65, 70, 128, 130)
         ),
-        _case("model_window_of_1", [20], MODEL, window=1),
-        _case("model_padding", [0], MODEL, window=32),
-        _case("model_of_130_pages_of_64", [130], {**MODEL, "L": 64}, window=32),
-        _case("model_of_50_windows", [50], MODEL, kinds=("window",) * 2, window=32),
-        _case("model_three", [49], MODEL, kinds=("window", "full", "window"), window=32),
-        _case("model_of_30_clamped", [30], MODEL, large_values=True),
-        _case("model_of_30_sink_wins", [30], MODEL, sink=8.0),
-        _case("model_two", [200, 70], MODEL),
-        _case("model_same_experts", [31, 33], MODEL, window=32, chosen="same"),
-        _case("model_last_experts", [64, 65], MODEL, window=32, chosen="last"),
-        _case("model_halved", [129, 2], MODEL, chosen="halved"),
-        _case("model_padding_last", [40, 0], MODEL, window=32),
-        _case("model_padding_first", [0, 40], MODEL, window=32),
-        _case("model_only_padding", [0, 0], MODEL),
-        _case("model_strided", [90, 40], MODEL, window=32, is_strided=True),
-        _case("model_pages_of_64", [130, 63], {**MODEL, "L": 64}, window=32),
-        _case("model_full_alone", [50], MODEL, kinds=("full",)),
-        _case("model_windows_alone", [50, 9], MODEL, kinds=("window",) * 2, window=32),
-        _case("model_four", [50, 49], MODEL, kinds=ALTERNATING * 2, window=32),
-        _case("model_clamped", [30, 3], MODEL, large_values=True),
-        _case("model_sink_wins", [30, 3], MODEL, sink=8.0),
-        _case("model_64_experts", [33], {**MODEL, "E": 64}, chosen="last"),
-        _case("bf16_24_blocks", [60, 3], kinds=ALTERNATING * 12, window=8),
+        make_case("model_window_of_1", [20], MODEL, window=1),
+        make_case("model_padding", [0], MODEL, window=32),
+        make_case("model_of_130_pages_of_64", [130], {**MODEL, "L": 64}, window=32),
+        make_case("model_of_50_windows", [50], MODEL, kinds=("window",) * 2, window=32),
+        make_case("model_three", [49], MODEL, kinds=("window", "full", "window"), window=32),
+        make_case("model_of_30_clamped", [30], MODEL, large_values=True),
+        make_case("model_of_30_sink_wins", [30], MODEL, sink=8.0),
+        make_case("model_two", [200, 70], MODEL),
+        make_case("model_same_experts", [31, 33], MODEL, window=32, chosen="same"),
+        make_case("model_last_experts", [64, 65], MODEL, window=32, chosen="last"),
+        make_case("model_halved", [129, 2], MODEL, chosen="halved"),
+        make_case("model_padding_last", [40, 0], MODEL, window=32),
+        make_case("model_padding_first", [0, 40], MODEL, window=32),
+        make_case("model_only_padding", [0, 0], MODEL),
+        make_case("model_strided", [90, 40], MODEL, window=32, is_strided=True),
+        make_case("model_pages_of_64", [130, 63], {**MODEL, "L": 64}, window=32),
+        make_case("model_full_alone", [50], MODEL, kinds=("full",)),
+        make_case("model_windows_alone", [50, 9], MODEL, kinds=("window",) * 2, window=32),
+        make_case("model_four", [50, 49], MODEL, kinds=ALTERNATING * 2, window=32),
+        make_case("model_clamped", [30, 3], MODEL, large_values=True),
+        make_case("model_sink_wins", [30, 3], MODEL, sink=8.0),
+        make_case("model_64_experts", [33], {**MODEL, "E": 64}, chosen="last"),
+        make_case("bf16_24_blocks", [60, 3], kinds=ALTERNATING * 12, window=8),
     ]
 
 

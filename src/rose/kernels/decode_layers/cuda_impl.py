@@ -7,7 +7,6 @@ counters each launch leaves at zero, and a table of the addresses of all weights
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -24,29 +23,23 @@ SIZES = {"D": 2880, "I": 2880, "H": 64, "G": 8, "A": 64, "K": 4, "R": 1}
 NUM_EXPERTS = (32, 128)
 MAX_BLOCKS = 36
 PAGE_TOKENS = (16, 32, 64, 128, 256)
-CLUSTERS = 15
-"""Of the launch, which waits for all of them: `GptOss` of layers_sm90.cu."""
+NUM_CUDA_BLOCKS = 120
+"""Of the launch, one to a multiprocessor, which wait for each other: `GptOss` of layers_sm90.cu."""
+COUNTER_BYTES = 128
+"""Of the workspace: `kCounterBytes` of layers_plan.cuh. What follows is empty where all bits are ones."""
 
-SPILLS = {
-    "ELi32EEEEE": (
-        132,
-        "registers of 640 threads are 96, given out as 104 to the warps that multiply; what is stored are addresses "
-        "and values that live across phases: none of it in the loops of the items, five loads in that of attention",
-    ),
-    "ELi128EEEEE": (
-        240,
-        "the same, and what the router's twelve chunks of a thread take; of an item of bf16 rows one store, of one of "
-        "four-bit rows none",
-    ),
-}
+_SPILLED = (
+    "registers of 640 threads are 96, given out as 104 to the warps that multiply and 64 to the others; what is stored "
+    "are addresses that the warps which finish make ahead of all layers, and a few that live across phases: none of "
+    "it in the loops of the items"
+)
+SPILLS = {"ELi32EEEEE": (200, _SPILLED), "ELi128EEEEE": (212, _SPILLED)}
 """For `python -m rose.kernels aot`: bytes and reason, by a part of the kernel's name."""
-LATE_READS = {
-    "layers_kernel": (
-        1,
-        "an address in the table of layers, on its way to a phase that comes later: the kernel's first lines stored "
-        "it, and nothing is ever stored there again",
-    )
-}
+_LATE = (
+    "reads of the token's columns at the begin of a phase, for a warp without an item; ordinary stores alone overwrite "
+    "them, which queue up behind them; and an address in the table of layers, where nothing is ever stored again"
+)
+LATE_READS = {"ELi32EEEEE": (4, _LATE), "ELi128EEEEE": (5, _LATE)}
 """Likewise."""
 
 LIBRARY = CudaLibrary(Path(__file__).with_name("layers_sm90.cu"))
@@ -58,8 +51,6 @@ class StackLaunchers:
 
     def __init__(self, library: CudaLibrary) -> None:
         self.call_layers = library.launcher("launch_decode_layers", LAYERS_TYPES)
-        self.call_clusters = library.number("decode_layers_clusters", "i")
-        """(experts) -> clusters of the launch that the device holds at once; negative: a CUDA error."""
         self.call_workspace_bytes = library.number("decode_layers_workspace_bytes", "")
 
 
@@ -104,11 +95,13 @@ class Stack:
         return self._tables[key]
 
     def workspace(self, device: torch.device) -> Tensor:
-        """Return the memory of all launches, zeros before the first."""
+        """Return the memory of all launches, in which nothing is counted and written before the first."""
         if self._workspace is None:
             self._refuse_capture("its workspace")
             num_bytes = LAUNCHERS.call_workspace_bytes()
-            self._workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            workspace = torch.full((num_bytes,), 255, dtype=torch.uint8, device=device)
+            workspace[:COUNTER_BYTES] = 0
+            self._workspace = workspace
         return self._workspace
 
     def _refuse_capture(self, what: str) -> None:
@@ -216,24 +209,14 @@ def _limits(sizes: Sizes) -> str | None:
     return LIBRARY.refusal()
 
 
-def _ask_device(sizes: Sizes) -> str | None:
-    """Say why the device at hand cannot hold the whole grid: what waited for a place would be waited for, for good.
-
-    How many clusters fit depends on which parts of a chip are in use, which no property of it says. It takes the
-    compiled kernel, which the plan of the memory before had begun to compile.
-    """
+def _ask_device(_sizes: Sizes) -> str | None:
+    """Say why the device at hand cannot hold the whole grid: what waited for a place would be waited for, for good."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return None
-    return _grid_refusal(sizes["E"], torch.cuda.current_device())
-
-
-@cache
-def _grid_refusal(num_experts: int, _device: int) -> str | None:
-    found = LAUNCHERS.call_clusters(num_experts)
-    if found >= CLUSTERS:
+    found = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    if found >= NUM_CUDA_BLOCKS:
         return None
-    problem = f"CUDA error {-found}" if found < 0 else f"this device holds {found}"
-    return f"needs {CLUSTERS} clusters of eight blocks at once, {problem}"
+    return f"needs {NUM_CUDA_BLOCKS} multiprocessors, this device has {found}"
 
 
 register(

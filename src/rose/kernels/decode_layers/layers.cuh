@@ -11,6 +11,8 @@ namespace rose::layers {
 
 template <class P>
 struct Multiply {
+  using Exchange = typename P::Exchange;
+
   Block<P>& block;
   int item = 0;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -21,7 +23,7 @@ struct Multiply {
   // passes.
   struct Norm {
     static constexpr int kChunks = P::kHidden / 8, kSteps = (kChunks + P::kMultiplying - 1) / P::kMultiplying;
-    float4 weights[kSteps][2];
+    float4 weights[kSteps][2] = {};
 
     __device__ static int chunk(int i) { return i * P::kMultiplying + static_cast<int>(threadIdx.x); }
 
@@ -36,15 +38,23 @@ struct Multiply {
     }
   };
 
-  template <bool kIsFourBit>
-  __device__ void normalise(const Norm& norm) const {
-    const uint4* row = reinterpret_cast<const uint4*>(block.call.residual);
-    uint4 x[Norm::kSteps];
+  // `row`: the stream, in the exchange if `is_received`. `take(i, x)` is given what this thread has normalised, before
+  // all threads have.
+  template <bool kIsFourBit, class Take, class Keep>
+  __device__ void normalise(const Norm& norm, const uint4* row, bool is_received, Take take, Keep keep) const {
+    uint4 x[Norm::kSteps] = {};
+    if (is_received) {
+      receive_row<Norm::kChunks>(x, row);
+    } else {
+#pragma unroll
+      for (int i = 0; i < Norm::kSteps; ++i) {
+        if (Norm::chunk(i) < Norm::kChunks) x[i] = __ldcg(row + Norm::chunk(i));
+      }
+    }
     float squares = 0;
 #pragma unroll
     for (int i = 0; i < Norm::kSteps; ++i) {
       if (Norm::chunk(i) >= Norm::kChunks) break;
-      x[i] = __ldcg(row + Norm::chunk(i));
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float a = low(moe_decode::word(x[i], j)), b = high(moe_decode::word(x[i], j));
@@ -74,22 +84,31 @@ struct Multiply {
       } else {
         *reinterpret_cast<uint4*>(to + Norm::chunk(i) * 16) = y;
       }
+      take(i, y);
     }
+    keep();
     Block<P>::sync_multiplying();
   }
 
-  // Rows of activations from memory to shared memory.
+  // kChunks chunks of eight numbers that other blocks write, one to a thread in turn. `in_order`: see load_in_order.
+  template <int kChunks, bool kInOrder = false, int kSteps>
+  __device__ static void receive_row(uint4 (&x)[kSteps], const uint4* row) {
+    static_assert(kSteps == (kChunks + P::kMultiplying - 1) / P::kMultiplying);
+    auto chunk = [](int s) { return s * P::kMultiplying + static_cast<int>(threadIdx.x); };
+    Block<P>::receive(x, [&](int s) { return chunk(s) < kChunks; }, [&](int s) {
+      return kInOrder ? load_in_order(row + chunk(s)) : load_shared_by_all(row + chunk(s));
+    });
+  }
+
+  // Rows of activations from the exchange to shared memory.
   template <int kRows, int kColumns, bool kIsFourBit>
-  __device__ void load_rows(const __nv_bfloat16* rows) const {
+  __device__ void receive_rows(const uint4* rows) const {
     constexpr int kRow = kIsFourBit ? P::four_bit_row(kColumns) : kColumns * 2 + kPad;
     constexpr int kChunks = kColumns / 8, kTotal = kRows * kChunks;
     constexpr int kSteps = (kTotal + P::kMultiplying - 1) / P::kMultiplying;
     uint4 x[kSteps];
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      const int i = s * P::kMultiplying + threadIdx.x;
-      if (i < kTotal) x[s] = __ldcg(reinterpret_cast<const uint4*>(rows) + i);
-    }
+    receive_row<kTotal, kIsFourBit>(x, rows);
+    Block<P>::sync_multiplying();  // nobody needs what lies there
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       const int i = s * P::kMultiplying + threadIdx.x, row = i / kChunks, chunk = i % kChunks;
@@ -114,20 +133,20 @@ struct Multiply {
     __syncwarp();
     mbarrier_arrive_warp(block.part_full(team, turn.buffer), lane);
     mbarrier_arrive_warp(block.empty(turn.stage), lane);
-    turn.next();
+    turn.next_stage(), turn.next_part();
   }
 
   // Where this team's items of a phase begin among the block's.
   __device__ int first_own() const { return (team + item) % kTeams; }
 
   template <int kRows, int kColumns>
-  __device__ void multiply_share(const Share& share) {
+  __device__ void multiply_rows(int count) {
     using Rows = RowProduct<kColumns, P::kTeamWarps>;
     const Rows rows = Rows::of(block.activations(), team_warp);
-    for (int i = first_own(); i < share.size(); i += kTeams) {
+    for (int i = first_own(); i < count; i += kTeams) {
       take([&](const uint8_t* stage) { return rows.template multiply<kRows>(stage, team_warp); }, put_rows);
     }
-    item += share.size();
+    item += count;
   }
 
   struct Product {
@@ -154,58 +173,56 @@ struct Multiply {
     item += count;
   }
 
-  // Everybody is past a phase: one thread asks, all know.
-  __device__ void wait_for_all(int layer, Phase phase) const {
-    if (threadIdx.x == 0) block.wait_for_all(layer, phase);
-    Block<P>::sync_multiplying();
-  }
-
+  // The SwiGLU of all blocks. Whatever other blocks did before they sent it is behind us from here on: see Finish::clear.
   __device__ void begin_down(int l) const {
     block.mark(l, kUpDone);
-    wait_for_all(l, kUp);
+    receive_rows<kChosen, P::kInner, true>(block.template exchange<const uint4>(l, Exchange::kAct));
     block.mark(l, kUpThere);
-    load_rows<kChosen, P::kInner, true>(block.act());
-    block.mark(l, kDownBegun);
   }
 
   __device__ void run() {
-    const AttentionInput<P> input(block.call);
+    const AttentionInput input(block.call);
     input.keep_turns(block.small);
     for (int l = 0; l < block.call.num_layers; ++l) {
       const Layer& layer = block.small.layers[l];
+      block.mark(l, kBegun);
       {
         const Norm norm(layer.attention_norm);
-        if (l > 0) wait_for_all(l - 1, kDown);
-        block.mark(l, kBegun);
-        normalise<false>(norm);
+        const auto* stream = l > 0 ? block.template exchange<const uint4>(l - 1, Exchange::kEnd)
+                                   : reinterpret_cast<const uint4*>(block.call.residual);
+        normalise<false>(norm, stream, l > 0, [](int, const uint4&) {}, [] {});
       }
       block.mark(l, kNormed);
-      multiply_share<P::kQkvItemRows, P::kHidden>(Block<P>::qkv_items());
+      multiply_rows<P::kQkvItemRows, P::kHidden>(Block<P>::qkv_items().size());
       block.mark(l, kQkvDone);
-      const Attention<P> attention(block, layer, input);
-      if (attention.is_active()) {
-        attention.run([&] {
-          wait_for_all(l, kQkv);
-          block.mark(l, kQkvThere);
-        });
-        Block<P>::sync_multiplying();
+      {
+        const Attention<P> attention(block, l, input);
+        auto take_units = [&](auto use) {
+          const int count = attention.history.items();
+#pragma unroll 1
+          for (int i = first_own(); i < count; i += kTeams) {
+            mbarrier_wait(block.full(turn.stage), turn.parity);
+            use(block.stage(turn.stage), i * P::kItemUnits, team_warp);
+            __syncwarp();
+            mbarrier_arrive_warp(block.empty(turn.stage), lane);
+            turn.next_stage();
+          }
+          item += count;
+        };
+        if (attention.is_active()) attention.run(take_units);
       }
       block.mark(l, kAttentionDone);
-      if (threadIdx.x == 0) block.arrive_for_all(kAttend, kTeams);
-      wait_for_all(l, kAttend);
+      receive_rows<1, P::kAttended, false>(block.template exchange<const uint4>(l, Exchange::kAttended));
       block.mark(l, kAttentionThere);
-      load_rows<1, P::kAttended, false>(block.attended());
-      block.mark(l, kOutBegun);
-      multiply_share<P::kOutItemRows, P::kAttended>(Block<P>::out_items());
+      multiply_rows<P::kOutItemRows, P::kAttended>(P::kOutItems);
       block.mark(l, kOutDone);
       {
         const Norm norm(layer.expert_norm);
         Router<P> router(block, layer);
-        wait_for_all(l, kOut);
-        block.mark(l, kOutThere);
-        normalise<true>(norm);
-        router.send();
-        router.choose(layer, l);
+        normalise<true>(norm, block.template exchange<const uint4>(l, Exchange::kMiddle), true,
+                        [&](int i, const uint4& x) { router.add(i, x); }, [&] { router.keep(); });
+        block.mark(l, kNormedAgain);
+        if (warp == 0) router.send(l), router.choose(l);
       }
       mbarrier_wait(shared_address(&block.small.routed), l & 1);
       block.mark(l, kRouted);
@@ -214,21 +231,21 @@ struct Multiply {
         for (int half = 0; half < 2; ++half) {
           if (half == 1) begin_down(l);
           multiply_experts<P::kHidden>(half == 0 ? Block<P>::up_items().begin : -1,
-                                       half == 0 ? Block<P>::up_items().size() : Block<P>::down_items());
+                                       half == 0 ? Block<P>::up_items().size() : P::kDownItems);
         }
       } else {
         multiply_experts<P::kHidden>(Block<P>::up_items().begin, Block<P>::up_items().size());
         begin_down(l);
-        multiply_experts<P::kInner>(-1, Block<P>::down_items());
+        multiply_experts<P::kInner>(-1, P::kDownItems);
       }
       block.mark(l, kDownDone);
     }
   }
 };
 
-// Grid: P::kBlocks blocks in clusters of P::kCluster, all resident at once; they wait for each other.
+// Grid: P::kBlocks blocks, all resident at once; they wait for each other.
 template <class P>
-__global__ void __launch_bounds__(P::kThreads, 1) layers_kernel(const Call call) {
+__global__ void __launch_bounds__(P::kThreads, 1) layers_kernel(const __grid_constant__ Call call) {
   Block<P> block(call);
   auto& small = block.small;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -248,10 +265,9 @@ __global__ void __launch_bounds__(P::kThreads, 1) layers_kernel(const Call call)
       }
     }
     mbarrier_init(shared_address(&small.routed), kWarpArrivals);
-    mbarrier_init(shared_address(&small.logits_in), P::kCluster);
     mbarrier_init_fence();
   }
-  cluster_sync();
+  __syncthreads();
   if (warp >= P::kWarps) {
     registers_shrink<P::kOtherRegisters>();
     if (warp == P::kWarps + kTeams) {
@@ -259,24 +275,19 @@ __global__ void __launch_bounds__(P::kThreads, 1) layers_kernel(const Call call)
       if (lane == 0) Ring<P>{block}.run();
     } else if (warp < P::kWarps + kTeams) {
       moe_decode::wait_for_kernel_before();
+      block.count_layers();
       Finish<P>{block, warp - P::kWarps, lane}.run();
     }
   } else {
     registers_grow<P::kMultiplyRegisters>();
     moe_decode::wait_for_kernel_before();
     moe_decode::let_next_kernel_start();
+    block.count_layers();
     Multiply<P>{block}.run();
   }
+  // Nobody of this launch asks for it any more: all have sent something that this block has received.
   __syncthreads();
-  if (threadIdx.x == 0) {
-    // The last to leave resets the counters for the next launch: nobody asks them any more. Ordered, because what blocks
-    // added to other counters must not arrive there after the zeros.
-    Counters& counters = block.counters();
-    if (add_one_ordered(&counters.left.value) == P::kBlocks - 1) {
-      for (Counter& counter : counters.arrived) counter.value = 0;
-      counters.left.value = 0;
-    }
-  }
+  if (threadIdx.x == 0) add_one(block.launches());
 }
 
 }  // namespace rose::layers

@@ -6,12 +6,16 @@
 
 namespace rose::layers {
 
-// The halves of a pair of bf16; what a number is in bf16; a bf16 that another block may have written.
+// The halves of a pair of bf16; what a number is in bf16.
 __device__ __forceinline__ float low(uint32_t v) { return __uint_as_float(v << 16); }
 __device__ __forceinline__ float high(uint32_t v) { return __uint_as_float(v & 0xFFFF0000u); }
 __device__ __forceinline__ float rounded(float v) { return __bfloat162float(__float2bfloat16(v)); }
-__device__ __forceinline__ float load_bf16(const __nv_bfloat16* p) {
-  return low(__ldcg(reinterpret_cast<const uint16_t*>(p)));
+
+// What was received has been written; of what was not asked for it does not matter.
+__device__ __forceinline__ bool is_written(uint32_t v) { return v != kEmpty; }
+__device__ __forceinline__ bool is_written(const uint2& v) { return is_written(v.x) && is_written(v.y); }
+__device__ __forceinline__ bool is_written(const uint4& v) {
+  return is_written(v.x) && is_written(v.y) && is_written(v.z) && is_written(v.w);
 }
 
 constexpr uint32_t kMultiplyBarrier = 1, kFinishBarrier = 2;  // 0 is __syncthreads
@@ -27,9 +31,11 @@ struct Turn {
 
   __device__ explicit Turn(int team) : stage(team) {}
 
-  __device__ void next() {
+  __device__ void next_stage() {
     stage += kTeams;
     if (stage >= P::kStages) stage -= P::kStages, parity ^= 1;
+  }
+  __device__ void next_part() {
     if (++buffer == kParts) buffer = 0, part_parity ^= 1;
   }
 };
@@ -37,8 +43,10 @@ struct Turn {
 template <class P>
 struct Block {
   using Small = typename P::Small;
+  using Exchange = typename P::Exchange;
 
   const Call& call;
+  int first_layer = 0;  // layers of earlier launches, up to an even number
   uint8_t* shared;
   Small& small;
 
@@ -56,24 +64,39 @@ struct Block {
   }
   __device__ uint8_t* activations() const { return shared + P::kActivationsAt; }
 
-  __device__ Counters& counters() const { return *reinterpret_cast<Counters*>(call.workspace); }
-  __device__ __nv_bfloat16* qkv() const { return reinterpret_cast<__nv_bfloat16*>(call.workspace + P::kQkvAt); }
-  __device__ __nv_bfloat16* attended() const {
-    return reinterpret_cast<__nv_bfloat16*>(call.workspace + P::kAttendedAt);
+  // How many blocks have left the launches before, and so, how many layers came before.
+  __device__ uint64_t* launches() const { return reinterpret_cast<uint64_t*>(call.workspace); }
+  __device__ void count_layers() {
+    const uint64_t before = __ldcg(reinterpret_cast<const unsigned long long*>(launches()));
+    first_layer = static_cast<int>(before / P::kBlocks % 2) * call.num_layers;
   }
-  // Of a block's part of a kv head: [kGroup][kHeadPart]
-  __device__ float* head_part(int kv_head, int part) const {
-    return reinterpret_cast<float*>(call.workspace + P::kHeadPartsAt) + (kv_head * P::kSplit + part) * kGroup * P::kHeadPart;
-  }
-  __device__ __nv_bfloat16* act() const { return reinterpret_cast<__nv_bfloat16*>(call.workspace + P::kActAt); }
 
-  // Items of a block in a phase.
-  __device__ static Share qkv_items() { return share_of<P>(P::kQkvItems); }
-  __device__ static Share out_items() { return share_of<P>(P::kOutItems); }
-  __device__ static Share up_items() { return share_of<P>(kChosen * P::kUpItems); }
-  __device__ static Share down_groups() { return share_of<P>(P::kDownGroups); }
-  // Two experts each.
-  __device__ static int down_items() { return down_groups().size() * kChosen / 2; }
+  // An address in the exchange of a layer, `at` one of Exchange's. Layers are counted over all launches.
+  template <class T>
+  __device__ T* exchange(int layer, int at) const {
+    const int turn = (first_layer + layer) & 1;
+    return reinterpret_cast<T*>(call.workspace + P::kExchangeAt + turn * Exchange::kBytes + at);
+  }
+  // Of a block's part of its kv head's attention: [kGroup][kHeadPart]
+  __device__ float* head_part(int layer, int number) const {
+    return exchange<float>(layer, Exchange::kHeadParts) + number * kGroup * P::kHeadPart;
+  }
+
+  // Items of a block in a phase: of qkv those of its kv head, of gate_up those of all chosen experts.
+  __device__ static int kv_head() { return static_cast<int>(blockIdx.x) / P::kSplit; }
+  __device__ static int part() { return static_cast<int>(blockIdx.x) % P::kSplit; }
+  __device__ static Share qkv_items() { return share_of(P::kQkvItems, part(), P::kSplit); }
+  __device__ static Share up_items() { return share_of(kChosen * P::kUpItems, blockIdx.x, P::kBlocks); }
+  __device__ static Share experts() { return share_of(P::kExperts, blockIdx.x, P::kBlocks); }
+  __device__ static int first_row() { return static_cast<int>(blockIdx.x) * P::kOwnRows; }  // of the stream
+  // Among the rows of qkv the first of an item of the kv head: its queries come first, then its key, its value.
+  __device__ static int qkv_row(int item) {
+    constexpr int kHeadItems = kHeadDim / P::kQkvItemRows, kQueryItems = kGroup * kHeadItems;
+    const int head = item < kQueryItems                ? kv_head() * kGroup
+                     : item < kQueryItems + kHeadItems ? P::kQueryHeads + kv_head() - kGroup
+                                                       : P::kQueryHeads + P::kKvHeads + kv_head() - kGroup - 1;
+    return head * kHeadDim + item * P::kQkvItemRows;
+  }
 
   __device__ void mark(int layer, Mark which) const {
 #ifdef ROSE_TIMELINE
@@ -82,11 +105,6 @@ struct Block {
       marks[(blockIdx.x * kMostLayers + layer) * kMarks + which] = nanoseconds();
     }
 #endif
-  }
-
-  // Of kTeams arrivals of this block at the barrier after a phase.
-  __device__ void arrive_for_all(Phase phase, int arrivals) const {
-    add_release(&counters().arrived[phase].value, arrivals);
   }
 
   // Ask until it is so; a build with the watchdog traps after two seconds, as mbarrier_wait does.
@@ -98,16 +116,23 @@ struct Block {
     }
   }
 
-  // Wait for everybody at the barrier after a phase. What was written before their arrival is seen by this thread, and
-  // by those who meet it at a barrier of the block.
-  __device__ void wait_for_all(int layer, Phase phase) const {
-    const int wanted = (layer + 1) * kTeams * P::kBlocks;
-    const int* arrived = &counters().arrived[phase].value;
-    wait_until([&] { return load_acquire(arrived) >= wanted; });
-  }
-
-  __device__ static void wait_cluster(uint32_t barrier, uint32_t parity) {
-    wait_until([&] { return try_wait_cluster(barrier, parity); });
+  // What other blocks write, as soon as all of it is there: x[i] = load(i), for those that are wanted.
+  template <class T, int kCount, class IsWanted, class Load>
+  __device__ static void receive(T (&x)[kCount], IsWanted is_wanted, Load load) {
+    uint32_t missing = 0;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) missing |= is_wanted(i) ? 1u << i : 0, x[i] = T{};
+    wait_until([&] {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        if (missing >> i & 1) x[i] = load(i);
+      }
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        if (is_written(x[i])) missing &= ~(1u << i);
+      }
+      return missing == 0;
+    });
   }
 
   // All warps that multiply.

@@ -1,10 +1,12 @@
 // All blocks of gpt-oss for a step of one token, in one launch: sizes, shares of the work, shared memory.
 //
 // The grid is resident as a whole, a block per multiprocessor. Weights do not depend on what is computed, so that each
-// block streams its share of every matrix through one ring of stages without a pause, in the order of the model, while
-// grid-wide barriers order the phases that exchange activations. Only the experts' weights wait for the router.
+// block streams its share of every matrix through one ring of stages without a pause, in the order of the model. Only
+// the experts' weights wait for the router.
 //
-// A layer is five phases: qkv | attention | out | norm, router, gate_up | down. Each is followed by a grid barrier.
+// A layer is five phases: qkv | attention | out | norm, router, gate_up | down. What a block has computed it writes to
+// memory, where all who need it ask until it is there: a word tells by itself that it has been written, for before it
+// was kEmpty (`Exchange`). Nothing else orders the phases.
 #pragma once
 
 #include "../moe_experts/decode_call.cuh"
@@ -16,13 +18,18 @@ constexpr int kChosen = 4;
 constexpr int kGroup = 8;       // query heads of a kv head: the rows of a product in attention
 constexpr int kTeams = 2;       // of warps that multiply; they take turns at the items of the ring (two: no more, no fewer)
 constexpr int kParts = 2;       // buffers of partial sums of each team
+constexpr int kUnit = 16;       // tokens of the history that a warp takes at a time
 constexpr int kTileRows = 8;    // of mxfp4; an item has two tiles
-enum Phase { kQkv, kAttend, kOut, kUp, kDown, kPhases };
 constexpr int kMostLayers = 36;
-constexpr int kMostKvHeads = 8;
+constexpr int kMostExperts = 128;
 constexpr int kPad = 64;        // bytes between rows of bf16 in shared memory, so that two rows meet different banks
+constexpr int kCounterBytes = 128;  // at the begin of the workspace: how many blocks have left launches, a uint64
+// A word of the exchange that was not written: two bf16, or a float, that no result is. Where instructions that add or
+// round make no number, its bits are 0x7FFF, or 0x7FFFFFFF (PTX ISA, add, fma, cvt: canonical NaN).
+constexpr uint32_t kEmpty = ~0u;
 
 constexpr int at_least(int a, int b) { return a > b ? a : b; }
+constexpr int at_most(int a, int b) { return a < b ? a : b; }
 constexpr int rounded_up(int v, int to) { return (v + to - 1) / to * to; }
 
 // Pointers of a layer, as Python lays them out.
@@ -60,37 +67,40 @@ struct Call {
   float eps, alpha, limit;
 };
 
-template <int kHidden_, int kInner_, int kQueryHeads_, int kKvHeads_, int kTeamWarps_, int kCluster_, int kClusters_>
+template <int kHidden_, int kInner_, int kQueryHeads_, int kKvHeads_, int kTeamWarps_, int kBlocks_>
 struct Model {
   static constexpr int kHidden = kHidden_, kInner = kInner_, kQueryHeads = kQueryHeads_, kKvHeads = kKvHeads_;
-  static constexpr int kTeamWarps = kTeamWarps_, kCluster = kCluster_, kClusters = kClusters_;
-  static constexpr int kBlocks = kCluster * kClusters;
+  static constexpr int kTeamWarps = kTeamWarps_, kBlocks = kBlocks_;
   static constexpr int kWarps = kTeams * kTeamWarps, kMultiplying = kWarps * 32;
   // Warps that multiply, and a warpgroup of those that do not: one per team that finishes its items, one that loads.
   static constexpr int kThreads = kMultiplying + 128;
   // A block is given 96 registers for each of its 640 threads; what the roles take must not add up to more.
   static constexpr int kMultiplyRegisters = 104, kOtherRegisters = 64;
   static constexpr int kQkvRows = (kQueryHeads + 2 * kKvHeads) * kHeadDim, kAttended = kQueryHeads * kHeadDim;
+  // A kv head has kSplit blocks: they compute its queries, keys and values, and attend, one of them where a window is
+  // seen.
+  static constexpr int kSplit = kBlocks / kKvHeads;
+  // Rows of the residual stream that a block owns: it computes them, out and down, and keeps them.
+  static constexpr int kOwnRows = kHidden / kBlocks;
   // An item fills a stage: rows of bf16, or 16 rows of mxfp4.
-  static constexpr int kQkvItemRows = 4, kOutItemRows = 3;
-  static constexpr int kQkvItems = kQkvRows / kQkvItemRows, kOutItems = kHidden / kOutItemRows;
-  static constexpr int kUpItems = 2 * kInner / (2 * kTileRows);  // of one expert
-  static constexpr int kDownGroups = kHidden / kTileRows;        // of one block for all experts: it adds them up
-  static constexpr int kMostGroups = (kDownGroups + kBlocks - 1) / kBlocks;
-  static constexpr int kMostRows = kMostGroups * kTileRows;
-  static_assert(kQueryHeads == kGroup * kKvHeads && kGroup % kCluster == 0 && kHidden % 64 == 0 && kInner % 64 == 0);
-  static_assert(kQkvRows % kQkvItemRows == 0 && kHidden % kOutItemRows == 0);
-  // Each team of each block has an item of qkv and one of gate_up: its finisher builds on having waited for them.
-  static_assert(kQkvItems >= kTeams * kBlocks && kChosen * kUpItems >= kTeams * kBlocks);
+  static constexpr int kQkvItemRows = 4, kOutItemRows = kOwnRows % 3 == 0 ? 3 : 4;
+  static constexpr int kQkvItems = (kGroup + 2) * kHeadDim / kQkvItemRows;  // of one kv head
+  static constexpr int kOutItems = kOwnRows / kOutItemRows;                 // of one block
+  static constexpr int kUpItems = 2 * kInner / (2 * kTileRows);             // of one expert
+  static constexpr int kDownItems = kOwnRows / kTileRows * kChosen / 2;     // of one block: two experts each
+  static_assert(kQueryHeads == kGroup * kKvHeads && kHidden % 64 == 0 && kInner % 64 == 0);
+  static_assert(kBlocks % kKvHeads == 0 && kHidden % kBlocks == 0 && kOwnRows % kTileRows == 0);
+  static_assert(kOwnRows % kOutItemRows == 0 && kOwnRows <= kTeams * 32);
+  // Each team of each block has an item in every phase: who has what follows from one knows that they are through.
+  static_assert(kQkvItems >= kTeams * kSplit && kChosen * kUpItems >= kTeams * kBlocks && kOutItems >= kTeams);
   static_assert(kMultiplying % 128 == 0);
 };
 
 template <class M, int kExperts_>
 struct Plan : M {
   static constexpr int kExperts = kExperts_;
-  // A kv head has kSplit blocks in a layer that sees everything, one where a window is seen.
-  static constexpr int kSplit = M::kBlocks / M::kKvHeads;
-  static_assert(kSplit >= 1 && M::kKvHeads <= kMostKvHeads);
+  static_assert(kExperts <= kMostExperts);
+  static constexpr int kMostOwnExperts = (kExperts + M::kBlocks - 1) / M::kBlocks;  // whose logits a block computes
 
   static constexpr int kHiddenRow = M::kHidden * 2 + kPad, kAttendedRow = M::kAttended * 2 + kPad;
   // Rows of activations beside mxfp4 lie 32 bytes mod 128 apart.
@@ -101,69 +111,69 @@ struct Plan : M {
       at_least(at_least(M::kQkvItemRows * kHiddenRow, M::kOutItemRows * kAttendedRow),
                at_least(four_bit_bytes(M::kHidden), four_bit_bytes(M::kInner))),
       128);
-  // Activations of a phase; in attention, the warps' parts: [warps][kGroup][kHeadDim] and two numbers a head.
-  static constexpr int kScratch = M::kWarps * kGroup * (kHeadDim + 2) * 4;
+  // Units of history in an item: one for each warp of a team at most.
+  static constexpr int kUnitBytes = kUnit * kHeadDim * 2;  // of keys, and of values
+  static constexpr int kItemUnits = at_most(M::kTeamWarps, kStageBytes / (2 * kUnitBytes));
+  static_assert(kItemUnits >= 1);
+  // Activations of a phase; in attention, the parts of pairs of warps: [pairs][kGroup][kHeadDim], two numbers a head;
+  // then those of slices of kHeadDim threads.
+  static constexpr int kHeadPart = kHeadDim + 2;  // of a head: sum of values, largest score, sum of weights
+  static constexpr int kSlices = M::kMultiplying / kHeadDim;
+  static constexpr int kScratch = (M::kWarps / 2 * kGroup + kSlices) * kHeadPart * 4;
   static constexpr int kActivations = rounded_up(
       at_least(at_least(at_least(kHiddenRow, kUpRow), kAttendedRow), at_least(kChosen * kDownRow, kScratch)),
       128);
   static constexpr int kPartBytes = kTeams * kParts * M::kTeamWarps * 16 * 4;
-  static constexpr int kLogits = M::kCluster * kExperts * 4;  // of the router, from the cluster
-  static constexpr int kSmall = 2560 + rounded_up(kMostLayers * static_cast<int>(sizeof(Layer)), 128);  // Small below
-  static constexpr int kFixed = kActivations + kPartBytes + kLogits + kSmall;
+  static constexpr int kSmall = 2688 + rounded_up(kMostLayers * static_cast<int>(sizeof(Layer)), 128);  // Small below
+  static constexpr int kFixed = kActivations + kPartBytes + kSmall;
   // As many for each team: a stage is always of the same one. Or a team that is ahead would ask for a round of a stage
   // whose round before, of the other team, has not come, and take its parity for an answer.
-  static constexpr int kStages = (227 * 1024 - kFixed) / kStageBytes / kTeams * kTeams;
+  static constexpr int kStages = at_most(12, (227 * 1024 - kFixed) / kStageBytes / kTeams * kTeams);
   static constexpr int kActivationsAt = kStages * kStageBytes, kPartsAt = kActivationsAt + kActivations,
-                       kLogitsAt = kPartsAt + kPartBytes, kSmallAt = kLogitsAt + kLogits, kSharedBytes = kSmallAt + kSmall;
+                       kSmallAt = kPartsAt + kPartBytes, kSharedBytes = kSmallAt + kSmall;
   static_assert(kStages >= 2 * kTeams);
 
   // Shared memory besides stages, activations and parts.
   struct Small {
     Layer layers[kMostLayers];
-    float turns[kHeadDim];  // cos and sin of the token's position
+    uint4 qkv[(kGroup + 2) * kHeadDim / 8];  // of the kv head: queries, key, value
+    float turns[kHeadDim];                   // cos and sin of the token's position
     uint64_t full[kStages], empty[kStages], part_full[kTeams][kParts], part_empty[kTeams][kParts];
-    uint64_t routed, logits_in;
+    uint64_t routed;
     float squares[M::kWarps];
-    float new_score[kGroup];
-    int is_last;  // block of its kv head to have attended
-    float y[kChosen][M::kMostRows];  // outputs of the chosen experts, before they are added up
+    float logits[kMostOwnExperts][M::kWarps];  // parts of the warps
+    float new_score[kGroup], sinks[kGroup];
+    float y[kChosen][M::kOwnRows];  // outputs of the chosen experts, before they are added up
+    float stream[M::kOwnRows];      // the residual stream, this block's rows
     int chosen[kChosen];
     float weights[kChosen];  // of the chosen experts
   };
   static_assert(sizeof(Small) <= kSmall);
 
-  // What all blocks write and read, in memory: Counters, then activations.
-  static constexpr int kCounters = (kPhases + 1 + kMostKvHeads) * 128;
-  static constexpr int kHeadPart = kHeadDim + 2;  // of a head: sum of values, largest score, sum of weights
-  static constexpr int kQkvAt = kCounters, kAttendedAt = kQkvAt + rounded_up(M::kQkvRows * 2, 128),
-                       kActAt = kAttendedAt + rounded_up(M::kAttended * 2, 128),
-                       kHeadPartsAt = kActAt + rounded_up(kChosen * M::kInner * 2, 128),
-                       kMarksAt = kHeadPartsAt + M::kKvHeads * kSplit * kGroup * kHeadPart * 4;
-};
-
-struct alignas(128) Counter {
-  int value;
-};
-struct Counters {
-  // At the grid barrier after each phase, since the launch. One each: a block that has nothing to do in a phase arrives
-  // before others have passed the one before.
-  Counter arrived[kPhases];
-  Counter left;  // blocks that are through
-  Counter attended[kMostKvHeads];  // blocks of a kv head that have attended, in this layer
+  // What blocks write for each other, in memory, twice: layers take turns. Offsets in bytes, the same for all models.
+  struct Exchange {
+    static constexpr int kQkv = 0, kAttended = kQkv + rounded_up(M::kQkvRows * 2, 128),
+                         kMiddle = kAttended + rounded_up(M::kAttended * 2, 128),
+                         kLogits = kMiddle + rounded_up(M::kHidden * 2, 128),
+                         kAct = kLogits + kMostExperts * 4,
+                         kEnd = kAct + rounded_up(kChosen * M::kInner * 2, 128),
+                         kHeadParts = kEnd + rounded_up(M::kHidden * 2, 128),
+                         kBytes = kHeadParts + rounded_up(M::kBlocks * kGroup * kHeadPart * 4, 128);
+  };
+  static constexpr int kExchangeAt = kCounterBytes, kMarksAt = kExchangeAt + 2 * Exchange::kBytes;
 };
 
 // What a timeline build notes of each layer, in this order: clocks of the block's first thread.
-enum Mark { kBegun, kNormed, kQkvDone, kQkvThere, kAttentionDone, kAttentionThere, kOutBegun, kOutDone, kOutThere, kRouted, kUpDone, kUpThere, kDownBegun, kDownDone, kMarks };
+enum Mark { kBegun, kNormed, kQkvDone, kQkvThere, kAttentionDone, kAttentionThere, kOutDone, kNormedAgain, kRouted, kUpDone, kUpThere, kDownDone, kMarks };
 
 struct Share {
   int begin, end;
   __device__ int size() const { return end - begin; }
 };
 
-// A block's part of `total`, in contiguous runs that differ by one at most.
-template <class M>
-__device__ __forceinline__ Share share_of(int total) {
-  return {total * static_cast<int>(blockIdx.x) / M::kBlocks, total * (static_cast<int>(blockIdx.x) + 1) / M::kBlocks};
+// Part `number` of `parts` of `total`, in contiguous runs that differ by one at most.
+__device__ __forceinline__ Share share_of(int total, int number, int parts) {
+  return {total * number / parts, total * (number + 1) / parts};
 }
 
 // The row of a tile that is row g of a product: rows g and g + 1 (g even) then lie 64 bytes mod 128 apart.

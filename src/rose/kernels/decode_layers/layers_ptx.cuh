@@ -13,23 +13,43 @@ __device__ __forceinline__ uint8_t* shared_memory() {
   return shared;
 }
 
-// What this thread's warp wrote before (and before a __syncwarp) is seen by who reads the sum with load_acquire.
-__device__ __forceinline__ void add_release(int* sum, int v) {
-  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(sum), "r"(v) : "memory");
-}
-
-__device__ __forceinline__ int load_acquire(const int* p) {
-  int v;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+// What blocks exchange: each word is seen whole, past the L1 cache, in no order among words.
+__device__ __forceinline__ uint4 load_shared_by_all(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
   return v;
 }
+// The same; what the writer had ordered before by fence_for_all is seen by what follows.
+__device__ __forceinline__ uint4 load_in_order(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.acquire.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ uint2 load_shared_by_all(const uint2* p) {
+  uint2 v;
+  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint32_t load_shared_by_all(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_for_all(uint32_t* p, uint32_t v) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
 
-// Adds one and says what was there; orders what this thread (and its block, by a barrier before) wrote before it, and
-// what it reads after it.
-__device__ __forceinline__ int add_one_ordered(int* sum) {
-  int before;
-  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(sum) : "memory");
-  return before;
+// Orders what this thread wrote, and saw others write, before what it writes and reads from here on, for all blocks.
+__device__ __forceinline__ void fence_for_all() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+__device__ __forceinline__ void add_one(uint64_t* sum) {
+  asm volatile("red.relaxed.gpu.global.add.u64 [%0], 1;" ::"l"(sum) : "memory");
 }
 
 __device__ __forceinline__ int64_t nanoseconds() {
@@ -71,39 +91,6 @@ __device__ __forceinline__ void bulk_load_once(uint32_t shared, const void* glob
           shared),
       "l"(global), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
-}
-
-// Ask for a line of 128 bytes to be brought into the L2 cache.
-__device__ __forceinline__ void prefetch_line(const void* global) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
-}
-
-// The address that `shared` (of this block) has in the block `rank` of the cluster.
-__device__ __forceinline__ uint32_t remote_address(uint32_t shared, uint32_t rank) {
-  uint32_t there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared), "r"(rank));
-  return there;
-}
-
-__device__ __forceinline__ void store_remote(uint32_t address, float v) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
-}
-
-// What was stored before, here or in other blocks of the cluster, is seen by who waits with wait_cluster.
-__device__ __forceinline__ void arrive_remote(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ bool try_wait_cluster(uint32_t barrier, uint32_t parity) {
-  uint32_t done;
-  asm volatile(
-      "{\n.reg .pred p;\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, p;\n}"
-      : "=r"(done)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return done != 0;
 }
 
 }  // namespace rose::layers

@@ -1,9 +1,7 @@
-// The router inside the layers: every cluster computes all logits, a share of the columns to each of its blocks, and
-// every block chooses for itself, from the same sums in the same order.
+// The router inside the layers: a block computes the logits of an expert or two, and every block chooses for itself.
 #pragma once
 
 #include "layers_block.cuh"
-#include "layers_multiply.cuh"
 
 namespace rose::layers {
 
@@ -15,94 +13,80 @@ __device__ __forceinline__ uint32_t ordered(float value) {
 
 template <class P>
 struct Router {
-  static constexpr int kEach = P::kMultiplying / P::kExperts;  // threads of an expert, neighbours in a warp
-  static constexpr int kChunks = P::kHidden / 8, kMostChunks = (kChunks + P::kCluster - 1) / P::kCluster;
-  static constexpr int kSteps = (kMostChunks + kEach - 1) / kEach;
-  static_assert(P::kMultiplying % P::kExperts == 0 && (kEach & (kEach - 1)) == 0 && kEach <= 32 && kEach >= 1);
-
-  // More would not stay in registers while others are awaited: they come as far as the L2 cache then.
-  static constexpr bool kIsKept = kSteps <= 4;
+  static constexpr int kMost = P::kMostOwnExperts;
+  static constexpr int kChunks = P::kHidden / 8, kSteps = (kChunks + P::kMultiplying - 1) / P::kMultiplying;
 
   Block<P>& block;
-  const uint4* row;
-  uint4 weights[kSteps];
-  int expert, sub, rank, begin, end;  // chunks [begin, end) of this block
+  const Layer& layer;
+  uint4 weights[kMost][kSteps];
+  float sums[kMost] = {};
+  Share own;
 
   // Asks for the weights; nothing here depends on the step.
-  __device__ Router(Block<P>& b, const Layer& layer) : block(b) {
-    expert = threadIdx.x / kEach, sub = threadIdx.x % kEach, rank = blockIdx.x % P::kCluster;
-    begin = kChunks * rank / P::kCluster, end = kChunks * (rank + 1) / P::kCluster;
-    row = reinterpret_cast<const uint4*>(layer.router + static_cast<size_t>(expert) * P::kHidden);
-    if constexpr (kIsKept) {
-      load();
-    } else {
+  __device__ Router(Block<P>& b, const Layer& l) : block(b), layer(l), own(Block<P>::experts()) {
+#pragma unroll
+    for (int e = 0; e < kMost; ++e) {
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
-        const int chunk = begin + sub + i * kEach;
-        if (chunk < end) prefetch_line(row + chunk);
+        const int chunk = i * P::kMultiplying + threadIdx.x;
+        const bool is_mine = e < own.size() && chunk < kChunks;
+        const auto* row = reinterpret_cast<const uint4*>(layer.router + static_cast<size_t>(own.begin + e) * P::kHidden);
+        weights[e][i] = is_mine ? __ldg(row + chunk) : uint4{};
       }
     }
   }
 
-  __device__ void load() {
+  // Eight columns of the token, step i of this thread.
+  __device__ void add(int i, const uint4& x) {
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      const int chunk = begin + sub + i * kEach;
-      weights[i] = chunk < end ? __ldg(row + chunk) : uint4{};
-    }
-  }
-
-  // [ranks][experts]: parts of the logits, from all blocks of the cluster.
-  __device__ float* logits(int from) const {
-    return reinterpret_cast<float*>(block.shared + P::kLogitsAt) + from * P::kExperts;
-  }
-
-  // This block's part of the logits to all blocks of the cluster; activations lie in the order of four-bit codes.
-  __device__ void send() {
-    if constexpr (!kIsKept) load();
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      const int chunk = begin + sub + i * kEach;
-      if (chunk >= end) break;
-      const uint4 x = *reinterpret_cast<const uint4*>(block.activations() + four_bit_place(chunk));
+    for (int e = 0; e < kMost; ++e) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        // Word j of x has columns j and j + 4.
-        const uint32_t pair = moe_decode::word(x, j), w_low = moe_decode::word(weights[i], j >> 1),
-                       w_high = moe_decode::word(weights[i], 2 + (j >> 1));
-        const float a = __uint_as_float(j & 1 ? w_low & 0xFFFF0000u : w_low << 16);
-        const float b = __uint_as_float(j & 1 ? w_high & 0xFFFF0000u : w_high << 16);
-        sum += a * __uint_as_float(pair << 16) + b * __uint_as_float(pair & 0xFFFF0000u);
+        const uint32_t a = moe_decode::word(x, j), b = moe_decode::word(weights[e][i], j);
+        sums[e] += low(a) * low(b) + high(a) * high(b);
       }
     }
+  }
+
+  // The warps' sums to shared memory; a barrier of the block follows.
+  __device__ void keep() {
 #pragma unroll
-    for (int d = kEach / 2; d > 0; d /= 2) sum += shuffle_xor(sum, d);
-    const uint32_t here = shared_address(logits(rank) + expert);
-    for (int to = sub; to < P::kCluster; to += kEach) store_remote(remote_address(here, to), sum);
-    Block<P>::sync_multiplying();
-    const uint32_t barrier = shared_address(&block.small.logits_in);
-    if (threadIdx.x < P::kCluster) arrive_remote(remote_address(barrier, threadIdx.x));
+    for (int e = 0; e < kMost; ++e) {
+      if (e >= own.size()) break;
+#pragma unroll
+      for (int d = 16; d > 0; d /= 2) sums[e] += shuffle_xor(sums[e], d);
+      if (threadIdx.x % 32 == 0) block.small.logits[e][threadIdx.x / 32] = sums[e];
+    }
+  }
+
+  // One warp: this block's logits to all.
+  __device__ void send(int number_of_layer) const {
+    const int lane = threadIdx.x & 31;
+    static_assert(kMost <= 32);
+    if (lane >= own.size()) return;
+    float sum = __bfloat162float(layer.router_bias[own.begin + lane]);
+#pragma unroll
+    for (int w = 0; w < P::kWarps; ++w) sum += block.small.logits[lane][w];
+    store_for_all(logits(number_of_layer) + own.begin + lane, __float_as_uint(sum));
+  }
+
+  __device__ uint32_t* logits(int number_of_layer) const {
+    return block.template exchange<uint32_t>(number_of_layer, P::Exchange::kLogits);
   }
 
   // One warp: chooses, and tells everybody.
-  __device__ void choose(const Layer& layer, int number_of_layer) const {
+  __device__ void choose(int number_of_layer) const {
     constexpr int kMine = P::kExperts / 32;
     auto& small = block.small;
     const int lane = threadIdx.x & 31;
-    if (threadIdx.x >= 32) return;
-    float bias[kMine];
-#pragma unroll
-    for (int i = 0; i < kMine; ++i) bias[i] = __bfloat162float(layer.router_bias[i * 32 + lane]);
-    Block<P>::wait_cluster(shared_address(&small.logits_in), number_of_layer & 1);
+    uint32_t received[kMine];
+    Block<P>::receive(received, [](int) { return true; },
+                      [&](int i) { return load_shared_by_all(logits(number_of_layer) + i * 32 + lane); });
     float logit[kMine];
     uint32_t keys[kMine];
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
-      float sum = logits(0)[i * 32 + lane];
-#pragma unroll
-      for (int r = 1; r < P::kCluster; ++r) sum += logits(r)[i * 32 + lane];
-      logit[i] = sum + bias[i];
+      logit[i] = __uint_as_float(received[i]);
       keys[i] = max(ordered(logit[i]), 1u);
     }
     float best = 0, mine = 0;
