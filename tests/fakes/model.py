@@ -88,7 +88,12 @@ class FakeModel:
             assert torch.equal(positions, torch.arange(first, length))
             states = self._states(sequence, first, length, context)
             hidden_TD[first_row : first_row + count, 0] = states.double()
-        return hidden_TD
+        if context.sampled is None:
+            return hidden_TD
+        ends = torch.tensor([first_row + count for _, first_row, count in rows])
+        rows_M = context.sampled.rows_M
+        assert torch.equal(ends[context.sampled.sequences_M] - 1, rows_M)
+        return hidden_TD.index_select(0, rows_M)
 
     def _states(self, sequence, first, length, context):
         """The number behind the next token, for positions first .. length - 1."""

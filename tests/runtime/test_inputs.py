@@ -87,7 +87,8 @@ def test_a_mixed_step_becomes_rows_of_tokens_decoding_ones_first(tables):
     assert context.lengths_S.tolist() == [4, 5, 1]
     assert context.query_starts_N1.tolist() == [0, 5, 6]
     assert (context.num_decode, context.max_query_tokens, context.phase) == (1, 5, "prefill")
-    assert inputs.rows_S.tolist() == [0, 5]
+    assert context.sampled.rows_M.tolist() == [0, 5]
+    assert context.sampled.sequences_M.tolist() == [0, 1]
     assert inputs.positions_S.tolist() == [4, 5]
     full, window = context.kinds["full"], context.kinds["window"]
     assert full.slots_T.tolist() == [5 * 4 + 3, 32, 33, 34, 35, 36, 16]

@@ -49,6 +49,13 @@ class Attention:
 
         Aliasing  writes this layer's pages at the slots of the step.
         """
+        return self.attend(self.project(x_TD, context), context)
+
+    def project(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
+        """Project, write the new k and v; return the rotated queries [T, h, d], heads contiguous.
+
+        Aliasing  writes this layer's pages at the slots of the step.
+        """
         kind, kv_pages = context.kinds[self._kind], context.kv_pages[self._layer]
         qkv_TF = self._qkv.forward(x_TD, context)
         rope_kv_write = self._rope_kv_write.select(context.phase, len(x_TD))
@@ -56,12 +63,16 @@ class Attention:
             qkv_TF, context.positions_T, self._cos_sin_PD, kind.slots_T, kv_pages=kv_pages
         )
         width = self._num_heads * self._head_dim
-        q_THD = qkv_TF[:, :width].unflatten(1, (self._num_heads, self._head_dim))
+        return qkv_TF[:, :width].unflatten(1, (self._num_heads, self._head_dim))
+
+    def attend(self, q_THD: Tensor, context: ForwardContext) -> Tensor:
+        """Attend to the pages, which hold the new k and v by now, and project back; [T, D]."""
+        page_table_SP = context.kinds[self._kind].page_table_SP
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         if context.num_decode:
-            self._attend_decode(q_THD, kind.page_table_SP, context, out_THD)
-        if context.num_decode < len(x_TD):
-            self._attend_prefill(q_THD, kind.page_table_SP, context, out_THD)
+            self._attend_decode(q_THD, page_table_SP, context, out_THD)
+        if context.num_decode < len(q_THD):
+            self._attend_prefill(q_THD, page_table_SP, context, out_THD)
         return self._out.forward(out_THD.flatten(1), context)
 
     def _attend_decode(

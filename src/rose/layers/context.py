@@ -31,6 +31,19 @@ class KindContext:
 
 
 @dataclass(slots=True, kw_only=True)
+class SampledRows:
+    """The rows of a step after which a token is sampled: of a sequence its newest token, or none.
+
+    Shapes   M rows that sample, in the order of the step
+             rows_M       int64, of the T new tokens
+             sequences_M  int64, of the S sequences: whose they are
+    """
+
+    rows_M: Tensor
+    sequences_M: Tensor
+
+
+@dataclass(slots=True, kw_only=True)
 class ForwardContext:
     """One step, as tensors.
 
@@ -54,3 +67,28 @@ class ForwardContext:
     query_starts_N1: Tensor
     kinds: dict[str, KindContext]
     kv_pages: list[Tensor]
+    sampled: SampledRows | None = None
+    """The rows whose hidden states are asked for; None: all of them, as in decode and for tools."""
+
+    def as_decode(self, sampled: SampledRows) -> ForwardContext:
+        """Return these rows as a step of decode: what they are in a layer that has written their k and v."""
+        rows_M, sequences_M = sampled.rows_M, sampled.sequences_M
+        num_rows = len(rows_M)
+        return ForwardContext(
+            phase="decode",
+            num_tokens=num_rows,
+            num_decode=num_rows,
+            max_query_tokens=0,
+            max_length=self.max_length,
+            positions_T=self.positions_T.index_select(0, rows_M),
+            lengths_S=self.lengths_S.index_select(0, sequences_M),
+            query_starts_N1=self.query_starts_N1[:1],
+            kinds={
+                name: KindContext(
+                    page_table_SP=kind.page_table_SP.index_select(0, sequences_M),
+                    slots_T=kind.slots_T.index_select(0, rows_M),
+                )
+                for name, kind in self.kinds.items()
+            },
+            kv_pages=self.kv_pages,
+        )

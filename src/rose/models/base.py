@@ -22,7 +22,10 @@ class CausalLM(Protocol):
         ...
 
     def forward(self, token_ids_T: Tensor, context: ForwardContext) -> Tensor:
-        """Return the final hidden states [T, D] after the last norm; writes the new KV into its pages."""
+        """Return the final hidden states after the last norm: [T, D], or [M, D] where `context.sampled` names rows.
+
+        Aliasing  writes the new KV of all tokens into its pages
+        """
         ...
 
     def logits(self, hidden_SD: Tensor) -> Tensor:

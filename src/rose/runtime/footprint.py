@@ -19,7 +19,7 @@ from rose.cache.layout import CacheLayout
 from rose.config.engine import EngineConfig
 from rose.config.model import ModelConfig
 from rose.layers.build import LayerBuild
-from rose.layers.context import ForwardContext, KindContext
+from rose.layers.context import ForwardContext, KindContext, SampledRows
 from rose.models.base import CausalLM
 from rose.models.registry import ModelEntry
 from rose.runtime.inputs import table_bytes
@@ -84,11 +84,11 @@ def _workspace(
     num_tokens = config.scheduler.step_tokens
     num_rows = min(config.scheduler.max_sequences, num_tokens)
     context = _blank_context(layout, num_tokens, context_tokens)
+    context.sampled = SampledRows(rows_M=_integers(num_rows), sequences_M=_integers(num_rows))
     peak = PeakBytes()
     copies = LOGITS_COPIES.get(config.device, LOGITS_COPIES["cpu"])
     with peak:
-        hidden_TD = model.forward(_integers(num_tokens), context)
-        logits_SV = model.logits(hidden_TD.index_select(0, _integers(num_rows)))
+        logits_SV = model.logits(model.forward(_integers(num_tokens), context))
         more = logits_SV.new_empty(copies - 1, *logits_SV.shape)
         del more
     return peak.most

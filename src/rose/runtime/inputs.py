@@ -17,7 +17,7 @@ from torch import Tensor
 from rose.cache.layout import CacheLayout
 from rose.config.engine import KernelsConfig
 from rose.kernels.registry import MANY_DECODE, REGIMES, KernelRow, bind
-from rose.layers.context import ForwardContext, KindContext
+from rose.layers.context import ForwardContext, KindContext, SampledRows
 from rose.runtime.plan import MAX_HIT_COLUMNS, PlanEntry, StepPlan
 from rose.runtime.staging import StagingRing
 from rose.sampling.adjustments import AdjustmentTable, adjustment_bytes
@@ -44,14 +44,13 @@ class StepInputs:
 
     Shapes   T new tokens, S rows that sample
              token_ids_T int64;  slots_S int64 (the last slot: padding);  positions_S int64: index that the
-             sampled token will have;  rows_S: rows of T that sample, None: all of them, in order
+             sampled token will have. Which rows of T sample is in the context
     """
 
     token_ids_T: Tensor
     context: ForwardContext
     slots_S: Tensor
     positions_S: Tensor
-    rows_S: Tensor | None
     sampling: SamplingBatch
 
 
@@ -103,7 +102,7 @@ class DeviceTables:
         self._kind_strides = [k * num_rows * self._num_columns for k in range(num_kinds)]
         hits = max(MAX_HIT_COLUMNS, self._num_columns)
         updates = num_kinds * (max_step_tokens // layout.page_tokens + 2 * num_rows + hits)
-        capacity = 4 * max_step_tokens + (6 + _PACKED) * num_rows + 2 * updates + 2
+        capacity = 4 * max_step_tokens + (7 + _PACKED) * num_rows + 2 * updates + 2
         self._ring = StagingRing(capacity, self.device)
         self._received = torch.zeros(
             (1 + 2 * num_kinds) * num_rows, dtype=torch.int64, device=self.device
@@ -190,7 +189,6 @@ class DeviceTables:
             context=context,
             slots_S=received[0],
             positions_S=next_positions_S,
-            rows_S=None,
             sampling=SamplingBatch.of(seed_S, top_k_S, floats_FS),
         )
 
@@ -228,13 +226,13 @@ class DeviceTables:
             query_starts_N1=parts["starts"],
             kinds=self._mixed_kinds(parts, plan.max_length),
             kv_pages=kv_pages,
+            sampled=SampledRows(rows_M=parts["sample_rows"], sequences_M=parts["sample_sequences"]),
         )
         return StepInputs(
             token_ids_T=token_ids_T,
             context=context,
             slots_S=parts["sample_slots"],
             positions_S=parts["sample_positions"],
-            rows_S=parts["sample_rows"],
             sampling=self.sampling.gather(parts["sample_slots"]),
         )
 
@@ -346,9 +344,10 @@ class _MixedStep:
 
     def _write_sampled(self, entries: list[PlanEntry]) -> None:
         ends = np.cumsum([e.num_tokens for e in entries])
-        sampled = [(e, end) for e, end in zip(entries, ends, strict=True) if e.is_last_chunk]
-        self._section("sample_rows", len(sampled))[:] = [end - 1 for _, end in sampled]
-        self._section("sample_slots", len(sampled))[:] = [e.slot for e, _ in sampled]
+        sampled = [(i, e) for i, e in enumerate(entries) if e.is_last_chunk]
+        self._section("sample_rows", len(sampled))[:] = [ends[i] - 1 for i, _ in sampled]
+        self._section("sample_sequences", len(sampled))[:] = [i for i, _ in sampled]
+        self._section("sample_slots", len(sampled))[:] = [e.slot for _, e in sampled]
         self._section("sample_positions", len(sampled))[:] = [
-            e.start_position + e.num_tokens for e, _ in sampled
+            e.start_position + e.num_tokens for _, e in sampled
         ]

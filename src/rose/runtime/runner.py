@@ -46,12 +46,8 @@ class ModelRunner:
         return inputs, logits_SV
 
     def _logits(self, inputs: StepInputs) -> Tensor | None:
-        hidden_TD = self.model.forward(inputs.token_ids_T, inputs.context)
-        if inputs.rows_S is None:
-            return self.model.logits(hidden_TD)
-        if inputs.rows_S.shape[0] == 0:
-            return None
-        return self.model.logits(hidden_TD.index_select(0, inputs.rows_S))
+        hidden_SD = self.model.forward(inputs.token_ids_T, inputs.context)
+        return self.model.logits(hidden_SD) if len(hidden_SD) else None
 
 
 def allocate_kv(

@@ -6,6 +6,7 @@ import torch
 from fakes import gpt_oss
 from rose.config.engine import EngineConfig
 from rose.config.quant import QuantConfig
+from rose.layers.context import SampledRows
 from rose.models.gpt_oss.model import GptOss
 from rose.models.gpt_oss.synthetic import distinct_experts, synthetic_model, synthetic_parameters
 from rose.models.registry import entry
@@ -82,6 +83,52 @@ def test_mixed_steps_give_what_each_sequence_gives_alone(model):
     assert done == [150, 40, 270]
     for s in range(3):
         assert gpt_oss.relative(torch.cat(found[s]), wanted[s]) < RELATIVE
+
+
+SAMPLED_STEPS = [
+    ({"prefill": [(0, 100)]}, []),
+    ({"prefill": [(0, 49), (1, 30), (2, 130)]}, [0]),
+    ({"decode": [0], "prefill": [(2, 100), (1, 10)]}, [0, 2]),
+    ({"decode": [0, 1], "prefill": [(2, 40)]}, [0, 1, 2]),
+]
+"""Steps, and which of their entries sample."""
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("num_layers", [1, 4])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_rows_that_sample_get_what_they_get_among_all(num_layers, invariant):
+    """In the batch-invariant mode to the bit, though the last block runs them as a step of decode."""
+    config = gpt_oss.config(num_layers=num_layers)
+    weights = gpt_oss.hashed_weights(config, torch.float32)
+    kernels = {"batch_invariant": True} if invariant else {}
+    parameters = gpt_oss.parameters(config, weights)
+    model = gpt_oss.build(config, parameters, torch.float32, **kernels)
+    prompts, done = [prompt(n) for n in (151, 42, 270)], [0, 0, 0]
+    all_rows, few_rows = (gpt_oss.pages(model, 300, num_sequences=3) for _ in range(2))
+    seen: list[int] = []
+    for step, sampled in SAMPLED_STEPS:
+        parts = [*((s, 1) for s in step.get("decode", [])), *step.get("prefill", [])]
+        tokens = torch.cat([prompts[s][done[s] : done[s] + count] for s, count in parts])
+        for s, count in parts:
+            done[s] += count
+        ends = torch.tensor([count for _, count in parts]).cumsum(0)
+        sequences_M = torch.tensor(sampled, dtype=torch.int64)
+        rows_M = ends[sequences_M] - 1
+        wanted_MD = model.forward(tokens, all_rows.step(**step))[rows_M]
+        context = few_rows.step(**step)
+        context.sampled = SampledRows(rows_M=rows_M, sequences_M=sequences_M)
+        model.blocks[-1].experts.observer = lambda ids_TK: seen.append(len(ids_TK))
+        found_MD = model.forward(tokens, context)
+        model.blocks[-1].experts.observer = None
+        assert found_MD.shape == wanted_MD.shape
+        if invariant:
+            assert torch.equal(found_MD, wanted_MD)
+        elif sampled:
+            assert gpt_oss.relative(found_MD, wanted_MD) < RELATIVE
+    assert seen == [len(sampled) for _, sampled in SAMPLED_STEPS if sampled]
+    for found, wanted in zip(few_rows.kv_pages, all_rows.kv_pages, strict=True):
+        assert torch.equal(found, wanted)
 
 
 def test_a_token_outside_the_window_changes_only_full_layers():

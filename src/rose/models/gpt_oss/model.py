@@ -2,6 +2,9 @@
 
 The residual stream is one tensor that the norms update in place: each norm adds the output of the
 sub-layer before it. What the layers compute, and what is special in them, is told in README.md.
+
+Of a prompt one token samples, and nothing reads what the last block makes of the others: they leave their k and v
+there and no more.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from rose.kernels.registry import KernelRow
 from rose.kernels.weights import BlockWeights
 from rose.layers.attention import Attention
 from rose.layers.build import LayerBuild
-from rose.layers.context import ForwardContext
+from rose.layers.context import ForwardContext, SampledRows
 from rose.layers.decode_layers import DecodeLayers
 from rose.layers.embedding import Embedding
 from rose.layers.lm_head import LmHead
@@ -96,11 +99,40 @@ class GptOssBlock:
 
         Aliasing  updates `residual_TD`; the result is not in it yet.
         """
-        if x_TD is None:
-            h_TD = self.attention_norm.forward(residual_TD, context)
-        else:
-            h_TD = self.attention_norm.forward(x_TD, context, residual_TD=residual_TD)
+        h_TD = self._normalise(x_TD, residual_TD, context)
         x_TD = self.attention.forward(h_TD, context)
+        return self._run_experts(x_TD, residual_TD, context)
+
+    def forward_sampled(
+        self,
+        x_TD: Tensor | None,
+        residual_TD: Tensor,
+        context: ForwardContext,
+        sampled: SampledRows,
+    ) -> tuple[Tensor, Tensor, ForwardContext] | None:
+        """The same of a last block: write k and v of all rows, and go on with those that sample alone.
+
+        Returns   this block's output [M, D], the stream [M, D] and the context that they go on with; None without rows
+        Aliasing  updates `residual_TD`
+        """
+        h_TD = self._normalise(x_TD, residual_TD, context)
+        q_THD = self.attention.project(h_TD, context)
+        if not len(sampled.rows_M):
+            return None
+        q_MHD = q_THD.index_select(0, sampled.rows_M)
+        residual_MD = residual_TD.index_select(0, sampled.rows_M)
+        context = context.as_decode(sampled)
+        x_MD = self.attention.attend(q_MHD, context)
+        return self._run_experts(x_MD, residual_MD, context), residual_MD, context
+
+    def _normalise(
+        self, x_TD: Tensor | None, residual_TD: Tensor, context: ForwardContext
+    ) -> Tensor:
+        if x_TD is None:
+            return self.attention_norm.forward(residual_TD, context)
+        return self.attention_norm.forward(x_TD, context, residual_TD=residual_TD)
+
+    def _run_experts(self, x_TD: Tensor, residual_TD: Tensor, context: ForwardContext) -> Tensor:
         h_TD = self.expert_norm.forward(x_TD, context, residual_TD=residual_TD)
         return self.experts.forward(h_TD, context)
 
@@ -156,16 +188,22 @@ class GptOss:
         self.head = LmHead(parameters.head, build=build)
 
     def forward(self, token_ids_T: Tensor, context: ForwardContext) -> Tensor:
-        """Return the final hidden states [T, D] after the last norm; writes the new KV into its pages."""
+        """See CausalLM."""
         residual_TD = self.embedding.forward(token_ids_T, context)
         if self.decode_layers.takes(context, len(residual_TD)) and not self._is_observed():
             self.decode_layers.forward(residual_TD, context)
             return self.final_norm.forward(residual_TD, context)
-        x_TD = None
-        for block in self.blocks:
+        x_TD, last = None, self.blocks[-1]
+        for block in self.blocks[:-1]:
             x_TD = block.forward(x_TD, residual_TD, context)
-        assert x_TD is not None, "a model has at least one block"
-        return self.final_norm.forward(x_TD, context, residual_TD=residual_TD)
+        if context.sampled is None:
+            x_TD = last.forward(x_TD, residual_TD, context)
+            return self.final_norm.forward(x_TD, context, residual_TD=residual_TD)
+        rest = last.forward_sampled(x_TD, residual_TD, context, context.sampled)
+        if rest is None:
+            return residual_TD[:0]
+        x_MD, residual_MD, context = rest
+        return self.final_norm.forward(x_MD, context, residual_TD=residual_MD)
 
     def _is_observed(self) -> bool:
         """Whether a tool wants to see which experts are chosen: only the blocks show them."""
