@@ -32,7 +32,8 @@ class MixtureOfExperts:
     ) -> None:
         """Bind router and experts."""
         self.observer: Callable[[Tensor], object] | None = None
-        """Called with the chosen experts [T, K] of every eager step, for tools; not seen by graph replay."""
+        """Called with the chosen experts [T, K] of every eager step, for tools; not seen by graph replay. In the last
+        block of the rows that sample alone, where the context names them."""
         self._experts_per_token = experts_per_token
         self._swiglu = {"swiglu_alpha": swiglu_alpha, "swiglu_limit": swiglu_limit}
         self._group, self._dtype = build.group, build.dtype
