@@ -8,8 +8,8 @@ the same tokens. One JSON line per step:
 
     all_ms, sampled_ms  medians between two events, of the model alone: no head, no token
     saved_ms            their difference: what a whole prompt saves, since the last of its layers is a full one
-    relative            ||logits of the sampled rows - of the same rows among all|| / ||the latter||; experts of few
-                        rows take bf16 inputs, those of many E4M3, so it is the size of that rounding in one layer
+    relative            ||logits of the sampled rows - of the same rows among all|| / ||the latter||: attention of
+                        decode for that of prefill in one layer, and on the 120b other experts (one row: a short step)
     same_token          share of the rows whose largest logit is at the same place
     kv_equal            whether both left the same KV behind, to the bit
 """

@@ -164,7 +164,10 @@ class _RunGraphs(DecodeGraphs):
 
 
 def engine(size: str = "20b", *, quant: dict[str, str] | None = None, **changes: Any) -> LLMEngine:
-    """Return a warmed-up engine of an H200 with two layers, of which the first has a window; inside `recording`."""
+    """Return a warmed-up engine of an H200; inside `recording`.
+
+    Three layers: one with a window, one without, and the last, which takes the rows that sample alone.
+    """
     asked = EngineConfig(
         model=size,
         device="cuda",
@@ -173,7 +176,7 @@ def engine(size: str = "20b", *, quant: dict[str, str] | None = None, **changes:
     )
     asked = dataclasses.replace(asked, **changes)
     config = asked.resolve(H200, checkpoint_format="mxfp4")
-    model_config = configuration(size, num_layers=2)
+    model_config = configuration(size, num_layers=3)
     parameters = _in_memory(blank(model_config, config.quant))
     model = GptOss(
         model_config,

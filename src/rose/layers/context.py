@@ -70,12 +70,15 @@ class ForwardContext:
     sampled: SampledRows | None = None
     """The rows whose hidden states are asked for; None: all of them, as in decode and for tools."""
 
-    def as_decode(self, sampled: SampledRows) -> ForwardContext:
-        """Return these rows as a step of decode: what they are in a layer that has written their k and v."""
+    def alone(self, sampled: SampledRows) -> ForwardContext:
+        """Return these rows as a step of their own, one row a sequence, in a layer that has written their k and v.
+
+        It keeps the phase: it runs with the kernels of prefill, attention aside, and so needs no others.
+        """
         rows_M, sequences_M = sampled.rows_M, sampled.sequences_M
         num_rows = len(rows_M)
         return ForwardContext(
-            phase="decode",
+            phase=self.phase,
             num_tokens=num_rows,
             num_decode=num_rows,
             max_query_tokens=0,

@@ -98,7 +98,7 @@ SAMPLED_STEPS = [
 @pytest.mark.parametrize("num_layers", [1, 4])
 @pytest.mark.parametrize("invariant", [False, True])
 def test_rows_that_sample_get_what_they_get_among_all(num_layers, invariant):
-    """In the batch-invariant mode to the bit, though the last block runs them as a step of decode."""
+    """In the batch-invariant mode to the bit, though the last block's attention is that of decode."""
     config = gpt_oss.config(num_layers=num_layers)
     weights = gpt_oss.hashed_weights(config, torch.float32)
     kernels = {"batch_invariant": True} if invariant else {}

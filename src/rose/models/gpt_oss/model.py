@@ -121,7 +121,7 @@ class GptOssBlock:
             return None
         q_MHD = q_THD.index_select(0, sampled.rows_M)
         residual_MD = residual_TD.index_select(0, sampled.rows_M)
-        context = context.as_decode(sampled)
+        context = context.alone(sampled)
         x_MD = self.attention.attend(q_MHD, context)
         return self._run_experts(x_MD, residual_MD, context), residual_MD, context
 
