@@ -25,19 +25,28 @@ from rose.config.engine import EngineConfig
 from rose.config.quant import QuantConfig
 from rose.engine.engine import LLMEngine
 from rose.kernels import dependent, registry
+from rose.kernels.ahead import Facts, Listed
 from rose.kernels.build import CudaLibrary
 from rose.layers.build import LayerBuild
 from rose.models.gpt_oss.checkpoints import configuration
 from rose.models.gpt_oss.model import GptOss
 from rose.models.gpt_oss.weights import blank
 from rose.protocol.sampling_params import SamplingParams
+from rose.runtime.ahead import list_facts
 from rose.runtime.graphs import DecodeGraphs, GraphKey
 from rose.runtime.memory import MemoryUse
 from rose.runtime.plan import PlanEntry, StepPlan
 from rose.utils.device import H200
 
-Keys = set[tuple[str, str]]
-"""Kernel and what it is specialised for."""
+
+class Keys(set[tuple[str, str]]):
+    """Kernel and what it is specialised for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed: dict[Listed, None] = {}
+        """The same as a list of kernels to be compiled ahead has it, in order."""
+
 
 _LAUNCH: Any = jit.JITFunction.run
 _IS_CUDA = Tensor.is_cuda.__get__  # a new object at every look
@@ -105,7 +114,7 @@ def recording() -> Iterator[Keys]:
 
     HAZARD: changes Triton and torch for the whole process while it lasts.
     """
-    found: Keys = set()
+    found = Keys()
 
     def run(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         del warmup
@@ -120,6 +129,7 @@ def recording() -> Iterator[Keys]:
         words += [f"{k}={v}" for k, v in options.items()]
         name = f"{function.fn.__module__.removeprefix('rose.kernels.')}.{function.fn.__name__}"
         found.add((name, " ".join(words)))
+        found.listed[Listed.of(function, specialization, options)] = None
 
     old = driver._active
     with ExitStack() as stack:
@@ -190,6 +200,15 @@ def engine(size: str = "20b", *, quant: dict[str, str] | None = None, **changes:
         stack.enter_context(mock.patch("rose.runtime.assemble._measure", return_value=MemoryUse()))
         stack.enter_context(mock.patch("rose.decoders.plain.DecodeGraphs", _RunGraphs))
         return LLMEngine.from_model(model, asked)
+
+
+def list_of(size: str, quant: dict[str, str]) -> tuple[Facts, list[Listed]]:
+    """Return what a start of the default configuration launches, and of what that is the list."""
+    with recording() as found:
+        made = engine(size, quant=quant)
+        at_start = list(found.listed)
+    assert made.quant is not None, "an engine knows its formats"
+    return list_facts(configuration(size), made.quant), at_start
 
 
 def serving_steps(

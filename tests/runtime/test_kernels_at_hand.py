@@ -22,12 +22,22 @@ CHILD = """
 import json
 from fakes.launches import late_kernels
 from rose.config.scheduler import SchedulerConfig
+from rose.kernels.ahead import find_list
 from rose.kernels.registry import load
 
 def parts(num_sequences):
     load("attention_decode")
     from rose.kernels.attention_decode.triton_impl import choose
     return choose(num_sequences, 8, 131072, None).num_splits
+
+def is_listed(size, kv):
+    from fakes import launches
+    facts, at_start = launches.list_of(size, {"kv": kv})
+    with launches.recording() as found:
+        for kernel in at_start:
+            kernel.make(kernel.find())
+        again = list(found.listed)
+    return [tuple(at_start) == find_list(facts), again == at_start]
 
 def forget_bound(engine):
     engine.decoder._longest = None
@@ -78,6 +88,22 @@ def test_a_history_has_few_numbers_of_parts_and_graphs_have_those_that_fill_the_
     four_a_multiprocessor = {n: -(-132 * 4 // (8 * n)) for n in BATCH_SIZES}
     assert {n: parts[n] for n in BATCH_SIZES} == four_a_multiprocessor
     assert set(parts.values()) == set(four_a_multiprocessor.values())
+
+
+def test_kernels_to_be_compiled_ahead_are_those_that_the_start_launches():
+    """And what is listed of a launch asks for the kernel of that launch."""
+    found = _found("is_listed('20b', 'auto')", "is_listed('120b', 'fp8_e4m3')")
+    assert found == [[True, True]] * 2, (
+        "run python tools/kernel_lists.py, and commit what it writes"
+    )
+
+
+@pytest.mark.slow
+def test_so_are_those_of_the_other_lists():
+    found = _found("is_listed('20b', 'fp8_e4m3')", "is_listed('120b', 'auto')")
+    assert found == [[True, True]] * 2, (
+        "run python tools/kernel_lists.py, and commit what it writes"
+    )
 
 
 @pytest.mark.slow

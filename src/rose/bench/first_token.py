@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from rose.utils.errors import RoseError
+from rose.utils.log import configure_logging
 
 WARM_UP_TOKENS = 64
 EXIT_REFUSED = 2
@@ -51,6 +52,7 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
+    configure_logging()
     try:
         print(json.dumps(main(json.loads(sys.argv[1]))), flush=True)  # noqa: T201
     except RoseError as error:

@@ -29,7 +29,7 @@ class BuiltDecoder:
     vocab_size: int
 
     def lines(self) -> list[str]:
-        """Return the start-up table: memory, then kernels."""
+        """Return the start-up table: memory, then kernels and how they were compiled."""
         rows = _by_implementation(self.decoder.kernel_table())
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         return [
@@ -37,6 +37,11 @@ class BuiltDecoder:
             *(
                 "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
                 for row in rows
+            ),
+            *(
+                [self.assembly.ahead_kernels.outcome()]
+                if self.assembly.device.kind == "cuda"
+                else []
             ),
         ]
 

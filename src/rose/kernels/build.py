@@ -15,12 +15,16 @@ import re
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rose.utils.errors import RoseError
+from rose.utils.log import get_logger
+
+_logger = get_logger(__name__)
 
 COMMON = Path(__file__).parent / "cuda_common"
 FLAGS = (
@@ -145,7 +149,7 @@ class CudaLibrary:
 
     def _compile(self, nvcc: str, path: Path) -> str:
         with tempfile.TemporaryDirectory(dir=self.cache) as folder:
-            fresh = Path(folder) / path.name
+            fresh, begin = Path(folder) / path.name, time.perf_counter()
             command = [nvcc, *self.flags, *REPORT_FLAGS, f"-I{COMMON}", "-o", str(fresh)]
             done = subprocess.run(
                 [*command, str(self.source)], capture_output=True, text=True, check=False
@@ -154,6 +158,8 @@ class CudaLibrary:
                 raise BuildError(f"nvcc rejected {self.source}:\n{done.stderr}{done.stdout}")
             # The rename is atomic: another process sees no object or a whole one.
             fresh.replace(path)
+            words = "compiled %s in %.1f s"
+            _logger.info(words, self.source.name, time.perf_counter() - begin)
             return done.stderr + done.stdout
 
     def launcher(self, name: str, types: str) -> Callable[..., None]:

@@ -9,8 +9,10 @@ import torch
 
 from rose.cache.layout import CacheLayout
 from rose.config.engine import EngineConfig
+from rose.kernels.ahead import AheadKernels
 from rose.kernels.late import LateKernels
 from rose.models.base import CausalLM
+from rose.runtime.ahead import begin_ahead
 from rose.runtime.inputs import DeviceTables
 from rose.runtime.limits import context_limit, require_one_device
 from rose.runtime.memory import MemoryPlan, MemoryUse, graph_bytes, plan_memory
@@ -41,6 +43,8 @@ class Assembly:
     """Limit of the model and the configuration, whatever KV can hold."""
     measured: MemoryUse
     """What was found after loading; on a CPU weights alone."""
+    ahead_kernels: AheadKernels
+    """What was compiled before its first launch."""
     late_kernels: LateKernels
     """What is compiled once the decoder is warm."""
     memory_lines: tuple[str, ...]
@@ -65,6 +69,7 @@ def assemble(
         model.config, config.cache, kv_element=config.quant.kv_element, tp=config.parallel.tp
     )
     require_one_device(config.parallel)
+    ahead = begin_ahead(model.config, config, device)
     context_tokens = context_limit(config, model.config)
     tables = DeviceTables(
         layout,
@@ -78,6 +83,7 @@ def assemble(
     runner = ModelRunner(model, tables, [])
     use = MemoryUse(weights=model.weight_bytes)
     if device.kind == "cuda":
+        ahead.wait(report)
         report("measuring the memory of the largest step")
         use = _measure(runner, layout, config, context_tokens)
     if planned is not None and is_as_planned(planned.use, use):
@@ -105,6 +111,7 @@ def assemble(
         memory=memory,
         context_tokens=context_tokens,
         measured=use,
+        ahead_kernels=ahead,
         late_kernels=LateKernels(),
         memory_lines=tuple(lines),
     )

@@ -12,6 +12,7 @@ from rose.kernels.registry import require_implementations
 from rose.layers.build import LayerBuild
 from rose.models.base import CausalLM
 from rose.models.registry import ModelEntry, entry
+from rose.runtime.ahead import begin_ahead
 from rose.runtime.before_load import Planner
 from rose.runtime.limits import require_one_device
 from rose.runtime.memory import MemoryPlan
@@ -70,6 +71,7 @@ def _load(config: EngineConfig, device: DeviceFacts, report: Callable[[str], Non
     planned = planner.plan(resolved)
     for line in planner.lines(resolved, planned):
         _logger.info("%s", line)
+    begin_ahead(model_config, resolved, device)
     report(f"loading weights of {folder}")
     parameters = weights.load(
         folder, model_config, resolved.quant, device=device.kind, progress=_progress(report)

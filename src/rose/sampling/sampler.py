@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rose.config.engine import KernelsConfig
-from rose.kernels.registry import BoundOperation, KernelRow, bind
+from rose.kernels.registry import BoundOperation, KernelRow, begin_compiling, bind
 from rose.sampling.batch import SamplingBatch
 from rose.utils.device import DeviceFacts
 
@@ -32,6 +32,8 @@ class Sampler:
             only=kernels.only,
             check_calls=kernels.check_calls,
         )
+        if device.kind == "cuda" and torch.cuda.is_available():
+            begin_compiling(operation)
         return cls(operation, vocab_size)
 
     def kernel_table(self) -> list[KernelRow]:
