@@ -196,7 +196,8 @@ def _open(functions: Sequence[Any]) -> None:
     make at once."""
     from triton.runtime import driver
 
-    device = driver.active.get_current_device()
+    active: Any = driver.active
+    device = active.get_current_device()
     for function in functions:
         _ = function.device_caches[device]
 
