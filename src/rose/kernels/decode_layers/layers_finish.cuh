@@ -156,14 +156,18 @@ struct Finish {
           if (is_first()) small.y[chosen_of(i)][row_of(i)] = v * moe_decode::kCodeScale + __bfloat162float(bias);
         });
     sync();
-    const int own = min(place(), P::kOwnRows - 1);
-    float total = 0;
+    const int own = place();
+    const bool is_here = own < P::kOwnRows;
+    float sum = 0;
+    if (is_here) {
+      float total = 0;
 #pragma unroll
-    for (int k = 0; k < kChosen; ++k) total += small.weights[k] * small.y[k][own];
-    const float sum = rounded(small.stream[own] + rounded(total)), next = shuffle_xor(sum, 1);
-    if (place() >= P::kOwnRows) return;
-    small.stream[own] = sum;
-    if (own % 2 == 1) return;
+      for (int k = 0; k < kChosen; ++k) total += small.weights[k] * small.y[k][own];
+      sum = rounded(small.stream[own] + rounded(total));
+      small.stream[own] = sum;
+    }
+    const float next = shuffle_xor(sum, 1);
+    if (!is_here || own % 2 == 1) return;
     const bool is_last = l == block.call.num_layers - 1;
     uint32_t* stream = is_last ? reinterpret_cast<uint32_t*>(block.call.residual)
                                : block.template exchange<uint32_t>(l, Exchange::kEnd);
