@@ -32,12 +32,12 @@ ROOT = Path(__file__).resolve().parent.parent
 ENGINE_PACKAGES = ("msgspec", "numpy", "click", "rich")
 USUAL_CUDA = Path("/usr/local/cuda/bin")
 CACHES = (Path.home() / ".cache/rose/kernels", Path.home() / ".triton/cache")
-COMPILE_SECONDS = 65
-"""What the first engine on a bare machine takes longer than the next: 72 to 90 s to its first token, then 8 to 11."""
+COMPILE_SECONDS = 25
+"""What the first engine on a bare machine takes longer than the next: 18 and 31 s to its first token, then 10 to 13."""
 SETUP_SECONDS = {"20b": 20, "120b": 30, "tiny": 10}
 """Imports, weights, warm-up and graphs of an engine whose kernels are compiled, with room to spare."""
-START_SECONDS = {"20b": 9, "120b": 13, "tiny": 10}
-"""A process from its start to its first token, kernels compiled: 7.5 s and 10.9 s."""
+START_SECONDS = {"20b": 12, "120b": 15, "tiny": 10}
+"""A process from its start to its first token, kernels compiled: 9.9 s and 13.1 s."""
 UNTIL = "{until}"
 """In a step's words: seconds after which it should begin nothing more."""
 LEAST_ROOM = 20

@@ -100,3 +100,19 @@ def test_launches_share_a_workspace_and_what_lies_beside_the_history_is_nobodys(
 @pytest.mark.parametrize("name", [n for n in CASES if n not in FEW])
 def test_all_cases_are_those_of_the_reference(name, host, monkeypatch):
     check(name, host, monkeypatch, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_long_history_is_attended_to_as_the_reference_does(host, monkeypatch):
+    fake.put_library_on_cpu(monkeypatch, host)
+    case = CASES["model_full_alone"]
+    long = replace(
+        case,
+        name="long",
+        sizes={**case.sizes, "B": 1},
+        options={**case.options, "lengths": (128_000,), "kinds": ("full",)},
+    )
+    anywhere = replace(STACK, device="any", limits=lambda _sizes: None)
+    found = check_case(OPERATION, anywhere, long, CPU, 3)
+    assert found.status == "ok", found.detail
