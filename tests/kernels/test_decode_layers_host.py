@@ -69,6 +69,13 @@ def test_the_blocks_are_those_of_the_reference(name, host, monkeypatch):
     check(name, host, monkeypatch, 3)
 
 
+def assert_next_exchange_is_empty(workspace: torch.Tensor, num_layers: int) -> None:
+    """`num_layers`: of all launches so far; layers take turns at two exchanges."""
+    exchanges = workspace[cuda_impl.COUNTER_BYTES :].view(2, -1)
+    assert (exchanges[num_layers % 2] == 255).all()
+    assert (exchanges[(num_layers + 1) % 2] != 255).any()
+
+
 @pytest.mark.parametrize(
     "name", ["model_full_alone", pytest.param("model_of_33", marks=pytest.mark.slow)]
 )
@@ -82,17 +89,24 @@ def test_launches_share_a_workspace_and_what_lies_beside_the_history_is_nobodys(
     [length], page_tokens = case.options["lengths"], case.sizes["L"]
     first = max(0, length - case.options["window"])
     found = []
-    for beside in (JUNK, torch.nan):
+    # The first is of another token: the third uses the words again that the first has left, if nobody emptied them.
+    for number, beside in enumerate((JUNK, JUNK, torch.nan)):
         fresh = clone({**call, "weights": None}) | {"weights": stack}
         for block, pages in zip(stack.blocks, fresh["kv_pages"], strict=True):
             pages.masked_fill_(pages == JUNK, beside)
             if block.window_tokens is not None:
                 page = fresh["window_table_SP"][0, first // page_tokens]
                 pages[page, :, :, : first % page_tokens] = beside
+        if number == 0:
+            fresh["residual_SD"].neg_()
         cuda_impl.decode_layers(**fresh)
+        workspace = stack.workspace(torch.device("cpu"))
+        assert_next_exchange_is_empty(workspace, (number + 1) * len(stack.blocks))
         found.append(fresh["residual_SD"])
-    assert found[0].isfinite().all()
-    assert torch.equal(*found)
+    other, first, second = found
+    assert first.isfinite().all()
+    assert torch.equal(first, second)
+    assert not torch.equal(first, other)
 
 
 @pytest.mark.slow
