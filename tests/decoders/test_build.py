@@ -38,8 +38,8 @@ def test_regimes_are_told_in_words():
         ({}, "anything", "decode of 1 sequence"),
         ({"is_unfused": True}, "anything", "decode of 1 sequence: layer by layer, as other steps"),
         (
-            {"is_unfused": True, "refused_here": "cuda_stack: needs 15 clusters (of 8)"},
-            "anything (cuda_stack: needs 15 clusters (of 8))",
+            {"is_unfused": True, "refused_here": "cuda_stack: needs all (of 120)"},
+            "anything (cuda_stack: needs all (of 120))",
             "decode of 1 sequence: layer by layer, as other steps",
         ),
     ],

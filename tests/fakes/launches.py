@@ -136,7 +136,7 @@ def recording() -> Iterator[Keys]:
         patch: Callable[..., Any] = lambda *a: stack.enter_context(mock.patch.object(*a))  # noqa: E731
         patch(jit.JITFunction, "run", run)
         patch(CudaLibrary, "launcher", lambda *_: lambda *_: None)
-        # Bytes of a workspace; clusters that a device holds are asked of no device.
+        # Bytes of a workspace.
         patch(CudaLibrary, "number", lambda *_: lambda *_: 1024)
         patch(CudaLibrary, "refusal", lambda _: None)
         patch(CudaLibrary, "build", lambda _: None)

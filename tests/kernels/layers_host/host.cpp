@@ -25,7 +25,7 @@ int run(const Call& call) {
     for (int i = 0; i < P::kThreads; ++i) {
       running.emplace_back([&, b, i] {
         ::block = states[b].get(), memory = &memories[b];
-        threadIdx.x = i, blockIdx.x = b, gridDim.x = P::kBlocks;
+        threadIdx.x = i, blockIdx.x = b;
         layers_kernel<P>(call);
       });
     }

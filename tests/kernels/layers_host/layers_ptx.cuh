@@ -53,7 +53,4 @@ inline void bulk_load_once(uint32_t to, const void* from, uint32_t bytes, uint32
   moe_decode::bulk_load(to, from, bytes, barrier);
 }
 
-inline void bulk_fetch(const void*, uint32_t) {}
-inline void pause(uint32_t) {}
-
 }  // namespace rose::layers

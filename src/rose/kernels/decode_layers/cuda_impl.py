@@ -1,7 +1,7 @@
 """All blocks in one launch in CUDA C++: a grid that stays, weights that stream through shared memory without a pause.
 
-layers.cuh has the kernel. What it needs besides its operands belongs to the bound operation: a workspace whose
-counters each launch leaves at zero, and a table of the addresses of all weights and pages.
+layers.cuh has the kernel. What it needs besides its operands belongs to the bound operation: a workspace,
+which each launch takes as the one before has left it, and a table of the addresses of all weights and pages.
 """
 
 from __future__ import annotations

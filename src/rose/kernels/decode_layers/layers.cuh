@@ -271,7 +271,7 @@ __global__ void __launch_bounds__(P::kThreads, 1) layers_kernel(const __grid_con
   if (warp >= P::kWarps) {
     registers_shrink<P::kOtherRegisters>();
     if (warp == P::kWarps + kTeams) {
-      // Weights were there before any step began.
+      // Waits by itself for the kernel before: weights were there before any step began.
       if (lane == 0) Ring<P>{block}.run();
     } else if (warp < P::kWarps + kTeams) {
       moe_decode::wait_for_kernel_before();

@@ -90,7 +90,8 @@ struct Finish {
     store_for_all(middle + place(), pack_bf16(stream[0], stream[1]));
   }
 
-  // Empties what this block owns in the exchange of the layer before, while the router is awaited. All blocks have read
+  // Empties what this block owns in the exchange of the layer before (of the launch before in the first layer, which has
+  // read everything), while the router is awaited. All blocks have read
   // it: this one has multiplied `out`, so has attention of all heads in this layer, which took qkv of all blocks, and
   // who sent that had read the end of the layer before and whatever came before it. Who writes there next, or asks
   // there, has received SwiGLUs of this layer from all blocks first, which their finishers send behind their fences.

@@ -4,18 +4,6 @@
 
 #include "layers_history.cuh"
 
-#ifndef ROSE_UP
-#define ROSE_UP 2
-#endif
-#ifndef ROSE_KV
-#define ROSE_KV 2
-#endif
-#ifndef ROSE_LONG
-#define ROSE_LONG 3
-#endif
-#ifndef ROSE_DOWN
-#define ROSE_DOWN 1
-#endif
 namespace rose::layers {
 
 // Items that a block has asked for and that have not come, by phase. One or two keep the memory busy (an item for each
