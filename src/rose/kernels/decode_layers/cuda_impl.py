@@ -61,8 +61,9 @@ LAUNCHERS = StackLaunchers(LIBRARY)
 class Stack:
     """The weights of a bound operation, and what its launches share.
 
-    HAZARD: one launch at a time; calls must be ordered by one stream. What is missing is made by the first call with
-    it, which is never one that a graph captures: every step is run once before it is captured.
+    HAZARD: one launch at a time, of this stack and of all others on the device: blocks of two launches that have half
+    of the multiprocessors each would wait for good. Calls must be ordered by one stream. What is missing is made by the
+    first call with it, which is never one that a graph captures: every step is run once before it is captured.
     """
 
     weights: StackWeights

@@ -101,13 +101,13 @@ struct Multiply {
   }
 
   // Rows of activations from the exchange to shared memory.
-  template <int kRows, int kColumns, bool kIsFourBit>
+  template <int kRows, int kColumns, bool kIsFourBit, bool kInOrder>
   __device__ void receive_rows(const uint4* rows) const {
     constexpr int kRow = kIsFourBit ? P::four_bit_row(kColumns) : kColumns * 2 + kPad;
     constexpr int kChunks = kColumns / 8, kTotal = kRows * kChunks;
     constexpr int kSteps = (kTotal + P::kMultiplying - 1) / P::kMultiplying;
     uint4 x[kSteps];
-    receive_row<kTotal, kIsFourBit>(x, rows);
+    receive_row<kTotal, kInOrder>(x, rows);
     Block<P>::sync_multiplying();  // nobody needs what lies there
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
@@ -176,7 +176,7 @@ struct Multiply {
   // The SwiGLU of all blocks. Whatever other blocks did before they sent it is behind us from here on: see Finish::clear.
   __device__ void begin_down(int l) const {
     block.mark(l, kUpDone);
-    receive_rows<kChosen, P::kInner, true>(block.template exchange<const uint4>(l, Exchange::kAct));
+    receive_rows<kChosen, P::kInner, true, true>(block.template exchange<const uint4>(l, Exchange::kAct));
     block.mark(l, kUpThere);
   }
 
@@ -212,7 +212,7 @@ struct Multiply {
         if (attention.is_active()) attention.run(take_units);
       }
       block.mark(l, kAttentionDone);
-      receive_rows<1, P::kAttended, false>(block.template exchange<const uint4>(l, Exchange::kAttended));
+      receive_rows<1, P::kAttended, false, false>(block.template exchange<const uint4>(l, Exchange::kAttended));
       block.mark(l, kAttentionThere);
       multiply_rows<P::kOutItemRows, P::kAttended>(P::kOutItems);
       block.mark(l, kOutDone);
