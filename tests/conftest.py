@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -14,6 +15,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # tests/ is no package (--import-mode=importlib); `from fakes import ...` is how tests reach the fakes.
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(autouse=True)
+def rose_logger():
+    """What a command has set up for its own log lines ends with its test: its stream is closed by then."""
+    logger = logging.getLogger("rose")
+    before = list(logger.handlers), logger.level, logger.propagate
+    yield
+    logger.handlers[:], level, logger.propagate = before
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")
