@@ -16,17 +16,22 @@ from rose.protocol.sampling_params import SamplingParams
 from rose.server.scripted import ScriptLine
 
 
-def test_a_frontend_that_cannot_be_started_is_told_and_tried_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(frontends, "RESTART_SECONDS", 0.01)
-    said, tries = [], []
+def _children(folder, said):
+    """Return the only child of two frontends, of which what is announced is put into `said`."""
     spec = frontends.ChildSpec(
         config=FrontendConfig(frontends=2),
         model_folder=None,
         model_names=("m",),
-        folder=str(tmp_path),
+        folder=str(folder),
         listener=0,
         log_level=0,
     )
+    return frontends.Children(spec, announce=lambda kind, text: said.append((kind, text)))
+
+
+def test_a_frontend_that_cannot_be_started_is_told_and_tried_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(frontends, "RESTART_SECONDS", 0.01)
+    said, tries = [], []
     right = asyncio.create_subprocess_exec
 
     async def start(*command, **options):
@@ -38,7 +43,7 @@ def test_a_frontend_that_cannot_be_started_is_told_and_tried_again(tmp_path, mon
     monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
 
     async def scenario():
-        children = frontends.Children(spec, announce=lambda kind, text: said.append((kind, text)))
+        children = _children(tmp_path, said)
         children.start()
         while not children._processes:
             await asyncio.sleep(0.01)
@@ -66,14 +71,6 @@ def test_a_frontend_that_is_stopped_is_killed_and_replaced(tmp_path, monkeypatch
     monkeypatch.setattr(frontends, "RESTART_SECONDS", 0.01)
     monkeypatch.setattr(frontends, "LOOK_SECONDS", 0.1)
     said, started = [], []
-    spec = frontends.ChildSpec(
-        config=FrontendConfig(frontends=2),
-        model_folder=None,
-        model_names=("m",),
-        folder=str(tmp_path),
-        listener=0,
-        log_level=0,
-    )
     right = asyncio.create_subprocess_exec
 
     async def start(*_command, **_options):
@@ -85,7 +82,7 @@ def test_a_frontend_that_is_stopped_is_killed_and_replaced(tmp_path, monkeypatch
     monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
 
     async def scenario():
-        children = frontends.Children(spec, announce=lambda kind, text: said.append((kind, text)))
+        children = _children(tmp_path, said)
         children.start()
         while not list(tmp_path.glob("counts-*")):
             await asyncio.sleep(0.01)

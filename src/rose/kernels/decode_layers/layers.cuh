@@ -22,24 +22,22 @@ struct Multiply {
   // The residual stream, normalised, to shared memory. Its chunks of eight columns are in registers between the two
   // passes.
   struct Norm {
-    static constexpr int kChunks = P::kHidden / 8, kSteps = (kChunks + P::kMultiplying - 1) / P::kMultiplying;
+    static constexpr int kChunks = P::kHidden / 8, kSteps = P::steps(kChunks);
     float4 weights[kSteps][2] = {};
-
-    __device__ static int chunk(int i) { return i * P::kMultiplying + static_cast<int>(threadIdx.x); }
 
     // Asks for the weights; nothing here depends on the step.
     __device__ explicit Norm(const float* norm) {
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
-        if (chunk(i) >= kChunks) break;
-        weights[i][0] = __ldg(reinterpret_cast<const float4*>(norm) + 2 * chunk(i));
-        weights[i][1] = __ldg(reinterpret_cast<const float4*>(norm) + 2 * chunk(i) + 1);
+        if (Block<P>::place(i) >= kChunks) break;
+        weights[i][0] = __ldg(reinterpret_cast<const float4*>(norm) + 2 * Block<P>::place(i));
+        weights[i][1] = __ldg(reinterpret_cast<const float4*>(norm) + 2 * Block<P>::place(i) + 1);
       }
     }
   };
 
-  // `row`: the stream, in the exchange if `is_received`. `take(i, x)` is given what this thread has normalised, before
-  // all threads have.
+  // `row`: the stream, in the exchange if `is_received`. Before all threads have normalised, `take(i, x)` is given what
+  // this one has, then `keep()` is called.
   template <bool kIsFourBit, class Take, class Keep>
   __device__ void normalise(const Norm& norm, const uint4* row, bool is_received, Take take, Keep keep) const {
     uint4 x[Norm::kSteps] = {};
@@ -48,13 +46,13 @@ struct Multiply {
     } else {
 #pragma unroll
       for (int i = 0; i < Norm::kSteps; ++i) {
-        if (Norm::chunk(i) < Norm::kChunks) x[i] = __ldcg(row + Norm::chunk(i));
+        if (Block<P>::place(i) < Norm::kChunks) x[i] = __ldcg(row + Block<P>::place(i));
       }
     }
     float squares = 0;
 #pragma unroll
     for (int i = 0; i < Norm::kSteps; ++i) {
-      if (Norm::chunk(i) >= Norm::kChunks) break;
+      if (Block<P>::place(i) >= Norm::kChunks) break;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float a = low(moe_decode::word(x[i], j)), b = high(moe_decode::word(x[i], j));
@@ -71,7 +69,7 @@ struct Multiply {
     const float scale = rsqrtf(sum * (1.0f / P::kHidden) + block.call.eps);
 #pragma unroll
     for (int i = 0; i < Norm::kSteps; ++i) {
-      if (Norm::chunk(i) >= Norm::kChunks) break;
+      if (Block<P>::place(i) >= Norm::kChunks) break;
       const float4 a = norm.weights[i][0], b = norm.weights[i][1];
       uint4 y;
       y.x = pack_bf16(low(x[i].x) * scale * a.x, high(x[i].x) * scale * a.y);
@@ -80,9 +78,9 @@ struct Multiply {
       y.w = pack_bf16(low(x[i].w) * scale * b.z, high(x[i].w) * scale * b.w);
       uint8_t* to = block.activations();
       if constexpr (kIsFourBit) {
-        *reinterpret_cast<uint4*>(to + four_bit_place(Norm::chunk(i))) = four_bit_order(y);
+        *reinterpret_cast<uint4*>(to + four_bit_place(Block<P>::place(i))) = four_bit_order(y);
       } else {
-        *reinterpret_cast<uint4*>(to + Norm::chunk(i) * 16) = y;
+        *reinterpret_cast<uint4*>(to + Block<P>::place(i) * 16) = y;
       }
       take(i, y);
     }
@@ -90,13 +88,13 @@ struct Multiply {
     Block<P>::sync_multiplying();
   }
 
-  // kChunks chunks of eight numbers that other blocks write, one to a thread in turn. `in_order`: see load_in_order.
+  // kChunks chunks of eight numbers that other blocks write, one to a thread in turn. kInOrder: see load_in_order.
   template <int kChunks, bool kInOrder = false, int kSteps>
   __device__ static void receive_row(uint4 (&x)[kSteps], const uint4* row) {
-    static_assert(kSteps == (kChunks + P::kMultiplying - 1) / P::kMultiplying);
-    auto chunk = [](int s) { return s * P::kMultiplying + static_cast<int>(threadIdx.x); };
-    Block<P>::receive(x, [&](int s) { return chunk(s) < kChunks; }, [&](int s) {
-      return kInOrder ? load_in_order(row + chunk(s)) : load_shared_by_all(row + chunk(s));
+    static_assert(kSteps == P::steps(kChunks));
+    Block<P>::receive(x, [](int s) { return Block<P>::place(s) < kChunks; }, [&](int s) {
+      const uint4* chunk = row + Block<P>::place(s);
+      return kInOrder ? load_in_order(chunk) : load_shared_by_all(chunk);
     });
   }
 
@@ -105,7 +103,7 @@ struct Multiply {
   __device__ void receive_rows(const uint4* rows) const {
     constexpr int kRow = kIsFourBit ? P::four_bit_row(kColumns) : kColumns * 2 + kPad;
     constexpr int kChunks = kColumns / 8, kTotal = kRows * kChunks;
-    constexpr int kSteps = (kTotal + P::kMultiplying - 1) / P::kMultiplying;
+    constexpr int kSteps = P::steps(kTotal);
     uint4 x[kSteps];
     receive_row<kTotal, kInOrder>(x, rows);
     Block<P>::sync_multiplying();  // nobody needs what lies there

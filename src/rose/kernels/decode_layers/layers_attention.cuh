@@ -53,20 +53,19 @@ struct Attention {
   __device__ void receive_projected() const {
     constexpr int kHead = kHeadDim / 8, kAll = (kGroup + 2) * kHead;
     const uint4* qkv = block.template exchange<const uint4>(number, P::Exchange::kQkv);
-    constexpr int kSteps = (kAll + P::kMultiplying - 1) / P::kMultiplying;
+    constexpr int kSteps = P::steps(kAll);
     uint4 x[kSteps];
-    auto place = [](int s) { return s * P::kMultiplying + static_cast<int>(threadIdx.x); };
     auto load = [&](int s) {
-      const int i = place(s), head = i / kHead;
+      const int i = Block<P>::place(s), head = i / kHead;
       const int row = head < kGroup    ? kv_head * kGroup + head
                       : head == kGroup ? P::kQueryHeads + kv_head
                                        : P::kQueryHeads + P::kKvHeads + kv_head;
       return load_shared_by_all(qkv + row * kHead + i % kHead);
     };
-    Block<P>::receive(x, [&](int s) { return place(s) < kAll; }, load);
+    Block<P>::receive(x, [](int s) { return Block<P>::place(s) < kAll; }, load);
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
-      if (place(s) < kAll) block.small.qkv[place(s)] = x[s];
+      if (Block<P>::place(s) < kAll) block.small.qkv[Block<P>::place(s)] = x[s];
     }
     Block<P>::sync_multiplying();
   }
@@ -110,11 +109,9 @@ struct Attention {
     }
     const int64_t slot = input.slots[layer.has_window != 0];
     if (part == 0 && warp == 0 && slot >= 0) {
-      const int64_t page = slot / c.page_tokens;
-      __nv_bfloat16* to =
-          layer.kv + ((page * 2 * P::kKvHeads + kv_head) * c.page_tokens + slot % c.page_tokens) * kHeadDim + lane;
+      __nv_bfloat16* to = history.key(slot / c.page_tokens, slot % c.page_tokens) + lane;
       to[0] = __float2bfloat16(k.x), to[kHeadDim / 2] = __float2bfloat16(k.y);
-      to += static_cast<size_t>(P::kKvHeads) * c.page_tokens * kHeadDim;
+      to += history.to_values();
       to[0] = __float2bfloat16(projected(kGroup + 1, lane));
       to[kHeadDim / 2] = __float2bfloat16(projected(kGroup + 1, lane + kHeadDim / 2));
     }

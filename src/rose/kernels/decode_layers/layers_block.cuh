@@ -135,6 +135,9 @@ struct Block {
     });
   }
 
+  // What is this thread's in step s of those that multiply.
+  __device__ static int place(int s) { return s * P::kMultiplying + static_cast<int>(threadIdx.x); }
+
   // All warps that multiply.
   __device__ static void sync_multiplying() { named_sync(kMultiplyBarrier, P::kMultiplying); }
 };

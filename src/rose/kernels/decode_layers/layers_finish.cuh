@@ -91,10 +91,10 @@ struct Finish {
   }
 
   // Empties what this block owns in the exchange of the layer before (of the launch before in the first layer, which has
-  // read everything), while the router is awaited. All blocks have read
-  // it: this one has multiplied `out`, so has attention of all heads in this layer, which took qkv of all blocks, and
-  // who sent that had read the end of the layer before and whatever came before it. Who writes there next, or asks
-  // there, has received SwiGLUs of this layer from all blocks first, which their finishers send behind their fences.
+  // read everything), while the router is awaited. All blocks have read it: this one has multiplied `out`, so has
+  // attention of all heads in this layer, which took qkv of all blocks, and who sent that had read the end of the layer
+  // before and whatever came before it. Who writes there next, or asks there, has received SwiGLUs of this layer from all
+  // blocks first, which their finishers send behind their fences.
   __device__ void clear(int l) const {
     auto empty = [&](int at, int begin, int count) {
       uint32_t* words = block.template exchange<uint32_t>(l - 1, at) + begin;

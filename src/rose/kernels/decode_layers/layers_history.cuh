@@ -34,11 +34,15 @@ struct History {
   // Items of the ring, each of kItemUnits units but the last: their keys, then their values.
   __device__ int items() const { return (end - begin + P::kItemUnits - 1) / P::kItemUnits; }
 
-  // Keys of a unit, [kUnit][kHeadDim]; its values lie to_values() numbers further.
+  // The key in a row of a page; its value lies to_values() numbers further.
+  template <class Page, class Row>
+  __device__ __nv_bfloat16* key(Page page, Row row) const {
+    return layer.kv + ((page * 2 * P::kKvHeads + kv_head) * call.page_tokens + row) * kHeadDim;
+  }
+  // Keys of a unit, [kUnit][kHeadDim].
   __device__ const __nv_bfloat16* keys(int unit) const {
     const int page_tokens = call.page_tokens, start = unit * kUnit;
-    const size_t page = table[start / page_tokens];
-    return layer.kv + ((page * 2 * P::kKvHeads + kv_head) * page_tokens + start % page_tokens) * kHeadDim;
+    return key(static_cast<size_t>(table[start / page_tokens]), start % page_tokens);
   }
   __device__ size_t to_values() const { return static_cast<size_t>(P::kKvHeads) * call.page_tokens * kHeadDim; }
 };

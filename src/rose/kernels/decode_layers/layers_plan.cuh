@@ -74,6 +74,8 @@ struct Model {
   static constexpr int kWarps = kTeams * kTeamWarps, kMultiplying = kWarps * 32;
   // Warps that multiply, and a warpgroup of those that do not: one per team that finishes its items, one that loads.
   static constexpr int kThreads = kMultiplying + 128;
+  // How often they go round until each of so many has had one of them.
+  __host__ __device__ static constexpr int steps(int count) { return (count + kMultiplying - 1) / kMultiplying; }
   // A block is given 96 registers for each of its 640 threads; what the roles take must not add up to more.
   static constexpr int kMultiplyRegisters = 104, kOtherRegisters = 64;
   static constexpr int kQkvRows = (kQueryHeads + 2 * kKvHeads) * kHeadDim, kAttended = kQueryHeads * kHeadDim;

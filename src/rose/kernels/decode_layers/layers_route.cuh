@@ -14,7 +14,7 @@ __device__ __forceinline__ uint32_t ordered(float value) {
 template <class P>
 struct Router {
   static constexpr int kMost = P::kMostOwnExperts;
-  static constexpr int kChunks = P::kHidden / 8, kSteps = (kChunks + P::kMultiplying - 1) / P::kMultiplying;
+  static constexpr int kChunks = P::kHidden / 8, kSteps = P::steps(kChunks);
 
   Block<P>& block;
   const Layer& layer;
