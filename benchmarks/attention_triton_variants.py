@@ -58,15 +58,16 @@ def paged(num_sequences, length, seed):
 
 def exact_rows(q, kv, table, length, sinks, rows, positions, window):
     """Attention of chosen rows in float64."""
-    k = kv[table.long(), 0].permute(1, 0, 2, 3).reshape(G, -1, D)[:, :length].double()
-    v = kv[table.long(), 1].permute(1, 0, 2, 3).reshape(G, -1, D)[:, :length].double()
-    out = torch.empty(len(rows), H, D, dtype=torch.float64, device="cuda")
+    heads, groups = q.shape[1], kv.shape[2]
+    k = kv[table.long(), 0].permute(1, 0, 2, 3).reshape(groups, -1, D)[:, :length].double()
+    v = kv[table.long(), 1].permute(1, 0, 2, 3).reshape(groups, -1, D)[:, :length].double()
+    out = torch.empty(len(rows), heads, D, dtype=torch.float64, device=kv.device)
     for i, (row, p) in enumerate(zip(rows, positions, strict=True)):
         low = 0 if window is None else max(0, p - window + 1)
-        qg = q[row].double().view(G, H // G, D)
+        qg = q[row].double().view(groups, heads // groups, D)
         score = torch.einsum("ghd,gtd->ght", qg, k[:, low : p + 1]).flatten(0, 1) / 8
         score = torch.cat([score, sinks.double()[:, None]], 1).softmax(1)[:, :-1]
-        weights = score.view(G, H // G, -1)
+        weights = score.view(groups, heads // groups, -1)
         out[i] = torch.einsum("ght,gtd->ghd", weights, v[:, low : p + 1]).flatten(0, 1)
     return out
 

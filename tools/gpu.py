@@ -179,6 +179,10 @@ def check_steps(asked: Asked) -> Iterator[Step]:
     kernels = ("-m", "rose.kernels")
     check = (*kernels, "check", "--device", asked.device)
     yield Step(name="kernels x cases", words=check, seconds=240)
+    if asked.device == "cuda":
+        words = ("benchmarks/design_points.py", "--only", "attention")
+        words += asked.record("design-points", option="--out")
+        yield Step(name="attention at 128000", words=words, seconds=30)
     sanitizer = ("nvcc", "compute-sanitizer")
     memcheck = (*kernels, "sanitize", "--tool", "memcheck")
     yield Step(name="memcheck", words=memcheck, seconds=240, tools=sanitizer)

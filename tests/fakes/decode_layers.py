@@ -82,3 +82,5 @@ def put_library_on_cpu(monkeypatch: pytest.MonkeyPatch, host: ctypes.CDLL) -> No
         layers=host.launch_decode_layers,
         workspace_bytes=host.decode_layers_workspace_bytes,
     )
+    monkeypatch.setattr(cuda_impl.LAUNCHERS, "call_qkv_at", host.decode_layers_qkv_at)
+    monkeypatch.setattr(cuda_impl.LAUNCHERS, "call_attended_at", host.decode_layers_attended_at)

@@ -5,6 +5,7 @@ the wrapper that serving calls.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import shutil
 import subprocess
 from dataclasses import replace
@@ -17,6 +18,7 @@ from fakes import decode_layers as fake
 from fakes.decode_layers import cuda_impl
 from rose.kernels import registry
 from rose.kernels.check import cases_module, check_case, clone
+from rose.kernels.decode_layers.cases import MODEL
 from rose.kernels.decode_layers.contract import MAX_SEQUENCES
 from rose.kernels.paged import JUNK
 from rose.utils.device import CPU
@@ -107,6 +109,57 @@ def test_launches_share_a_workspace_and_what_lies_beside_the_history_is_nobodys(
     assert first.isfinite().all()
     assert torch.equal(first, second)
     assert not torch.equal(first, other)
+
+
+@pytest.fixture
+def design_points(host, monkeypatch):
+    """benchmarks/design_points.py, which checks the attention of this kernel by itself."""
+    pytest.importorskip("triton", reason="benchmarks/design_points.py looks at Triton kernels too")
+    fake.put_library_on_cpu(monkeypatch, host)
+    monkeypatch.syspath_prepend(str(HERE.parents[1] / "benchmarks"))
+    return importlib.import_module("design_points")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("length", [130, pytest.param(128_000, marks=pytest.mark.slow)])
+def test_attention_inside_the_layers_is_as_exact_as_rounding_allows(length, design_points):
+    lines = list(design_points.layer_attention_points(MODEL, length, "cpu"))
+    assert [(line["tokens"], line["window"]) for line in lines] == [(length, 128), (length, None)]
+    for line in lines:
+        assert 1e-3 < line["of_rounding_to_bf16"] < line["largest_of_a_head"]
+        assert not design_points.is_off(line), line
+
+
+def _number(call: dict, stack) -> None:
+    """The first attended number is off by two hundredths of its head."""
+    attended = stack.workspace(torch.device("cpu"))[cuda_impl.LAUNCHERS.call_attended_at() :]
+    head = attended[: 2 * MODEL["A"]].view(torch.bfloat16)
+    head[0] += 0.02 * head.norm()
+
+
+def _unwritten(call: dict, stack) -> None:
+    attended = stack.workspace(torch.device("cpu"))[cuda_impl.LAUNCHERS.call_attended_at() :]
+    attended[:4] = 255
+
+
+def _value(call: dict, stack) -> None:
+    """The launch has seen other values of one token than lie in the pages."""
+    [pages] = call["kv_pages"]
+    pages[call["full_table_SP"][0, 2], 1, 0, 5] *= -1
+
+
+@pytest.mark.parametrize("disturb", [_number, _unwritten, _value])
+def test_attention_that_is_not_exact_is_found(disturb, design_points, monkeypatch):
+    launch = cuda_impl.decode_layers
+
+    def disturbed(**call: object) -> None:
+        launch(**call)
+        disturb(call, call["weights"])
+
+    monkeypatch.setattr(cuda_impl, "decode_layers", disturbed)
+    *_, full = design_points.layer_attention_points(MODEL, 130, "cpu")
+    assert full["window"] is None
+    assert design_points.is_off(full)
 
 
 @pytest.mark.slow

@@ -121,10 +121,12 @@ def test_table_and_sweep_have_every_cell_that_was_to_be_measured(gpu, measured):
 
 
 def test_scripts_are_there_and_take_their_words(gpu):
-    steps = [s for s in gpu.bench_steps(_asked(gpu, commit="abc")) if s.words[0] != "-m"]
+    asked = _asked(gpu, commit="abc")
+    steps = [s for s in [*gpu.check_steps(asked), *gpu.bench_steps(asked)] if s.words[0] != "-m"]
     trials = (ROOT / "benchmarks/unbound/README.md").read_text()
     assert {Path(s.words[0]).name for s in steps} >= {
-        "prefill_timeline.py", "grammar_engine.py", "memory_plan.py", "attention_decode_splits.py",
+        "design_points.py", "prefill_timeline.py", "grammar_engine.py", "memory_plan.py",
+        "attention_decode_splits.py",
         # Commands of the page's first block decide; those further in are for whoever has read a decision.
         *re.findall(r"^ {4}PYTHONPATH=src python benchmarks/(\w+\.py)", trials, re.MULTILINE),
     }  # fmt: skip

@@ -52,6 +52,8 @@ class StackLaunchers:
     def __init__(self, library: CudaLibrary) -> None:
         self.call_layers = library.launcher("launch_decode_layers", LAYERS_TYPES)
         self.call_workspace_bytes = library.number("decode_layers_workspace_bytes", "")
+        self.call_qkv_at = library.number("decode_layers_qkv_at", "")
+        self.call_attended_at = library.number("decode_layers_attended_at", "")
 
 
 LAUNCHERS = StackLaunchers(LIBRARY)

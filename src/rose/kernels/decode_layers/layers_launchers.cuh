@@ -22,3 +22,8 @@ extern "C" int launch_decode_layers(const void* table, int layers, void* residua
 }
 
 extern "C" int decode_layers_workspace_bytes() { return workspace_bytes(); }
+
+// For who checks the attention by itself: where in the workspace the first launch of a stack of one layer leaves the
+// projection as attention received it, and what came of it; bf16.
+extern "C" int decode_layers_qkv_at() { return AnyPlan::kExchangeAt + AnyPlan::Exchange::kQkv; }
+extern "C" int decode_layers_attended_at() { return AnyPlan::kExchangeAt + AnyPlan::Exchange::kAttended; }
