@@ -72,6 +72,14 @@ def test_every_command_of_the_help_has_help_of_its_own(capsys):
         assert f"rose {name}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["bench", "harmony", "kernels"])
+def test_a_command_without_its_verb_tells_its_verbs(command, capsys):
+    assert cli_main.run([command]) == 2
+    told = capsys.readouterr()
+    assert f"usage: rose {command} " in told.out.replace("Usage", "usage")
+    assert told.err == ""
+
+
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [

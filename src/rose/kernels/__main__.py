@@ -59,7 +59,7 @@ def main(
     prog: str = "python -m rose.kernels",
     served: Callable[[DeviceFacts], Served] | None = None,
 ) -> int:
-    """Run one verb; return 1 where a check failed.
+    """Run one verb; return 1 where a check failed, 2 where none was named.
 
     `argv` None: the arguments of the process. `served`: what `explain` begins with; None: with each first case.
     """
@@ -114,6 +114,9 @@ def main(
         help="check, bench, sanitize --jobs: append JSON lines to FILE",
     )
     parser.add_argument("--cache", type=Path, metavar="DIR", help="aot: where results are kept")
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help()  # as `rose bench` answers
+        return 2
     # Intermixed: names of operations may stand behind options too; plain parsing takes no more of them there.
     arguments = parser.parse_intermixed_args(argv, argparse.Namespace(served=served))
     try:
