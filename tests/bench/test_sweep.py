@@ -9,7 +9,8 @@ from functools import partial
 import pytest
 import torch
 
-from rose.bench import run, sweep
+from rose.bench import estimate, run, sweep
+from rose.bench.estimate import Work, work_of
 from rose.bench.fit import CellError, refusal
 from rose.bench.growth import Held, growth
 from rose.bench.load import closed_loop, mixed
@@ -19,6 +20,7 @@ from rose.bench.record import Origin, percentile
 from rose.bench.run import run_parts
 from rose.bench.session import Session
 from rose.bench.sweep import (
+    DECODE_STEPS,
     PromptSource,
     cached_decode_milliseconds,
     decode_milliseconds,
@@ -235,34 +237,43 @@ def test_what_was_measured_is_told_to_whoever_interrupts(capsys):
     assert "prefill 20" in capsys.readouterr().out
 
 
-def test_long_prompts_on_a_cpu_are_announced_with_their_time(capsys, monkeypatch):
+def test_what_takes_long_on_a_cpu_is_announced_with_its_time(capsys, monkeypatch):
     """Of 256 tokens 1 s and of 1024 tokens 10 s: 2000 tokens take 34.4 s by a parabola, and come four times."""
-    monkeypatch.setattr(run, "prefill_seconds", lambda _e, _p, n: {256: 1.0, 1024: 10.0}[n])
-    for tokens, is_told in ((2000, True), (20, False)):
+    monkeypatch.setattr(estimate, "prefill_seconds", lambda _e, _p, n: {256: 1.0, 1024: 10.0}[n])
+    monkeypatch.setattr(estimate, "decode_milliseconds", lambda *_a, **_o: [90.0, 100.0, 500.0])
+    prompts = {"tokens": 2000, "repeats": 3}
+    steps = {"batch": 2, "context": 20, "is_filled": True, "repeats": 11}
+    for cell, minutes in (
+        (prompts, "2.3"),
+        (steps, "1.8"),  # 1056 of 0.1 s
+        (prompts | {"tokens": 20}, None),
+        (steps | {"repeats": 10}, None),
+    ):
         with pytest.raises(KeyboardInterrupt):
-            run_parts([[partial(_interrupt, tokens=tokens, repeats=3)]], **_sized(kv_tokens=4096))
+            run_parts([[partial(_interrupt, **cell)]], **_sized(kv_tokens=4096))
         told = capsys.readouterr().err.replace("\n", " ")
-        assert (
-            "prompts of these cells alone take about 2.3 minutes on this CPU" in told
-        ) == is_told
+        assert ("these cells take about" in told) == (minutes is not None)
+        assert f"about {minutes} minutes on this CPU, or more" in told or minutes is None
 
 
 def _interrupt(_session, **_options):
     raise KeyboardInterrupt
 
 
-def test_prompts_are_counted_where_they_are_computed():
+def test_work_is_counted_where_it_is_done():
     [decode] = run.decode_part(batches=[4], context=[100], repeats=3)
-    assert run.prompts_of(decode.keywords, 1000) == (4, 100)
-    assert run.prompts_of(decode.keywords, 400) == (0, 0)
+    assert work_of(decode.keywords, 1000) == Work(prompts=4, tokens=100, steps=3 * DECODE_STEPS)
+    assert work_of(decode.keywords, 1000, is_caching=False).steps == DECODE_STEPS
+    assert work_of(decode.keywords, 400) == Work()
     [filled] = run.decode_part(batches=[4], context=[100], repeats=3, fill=True)
-    assert run.prompts_of(filled.keywords, 1000) == (0, 0)
+    assert work_of(filled.keywords, 1000) == Work(steps=3 * DECODE_STEPS)
     [many] = run.prefill_part(tokens=[50], prompts=8, repeats=2)
-    assert run.prompts_of(many.keywords, 1000) == (16, 50)
+    assert work_of(many.keywords, 1000) == Work(prompts=16, tokens=50)
     [load] = run.load_part(input_tokens=[10], output_tokens=5, in_flight=[3], rounds=2)
-    assert run.prompts_of(load.keywords, 1000) == (6, 10)
+    assert work_of(load.keywords, 1000) == Work(prompts=6, tokens=10, steps=10)
+    assert work_of(load.keywords | {"seconds": 1.0}, 1000) == Work()
     [mixed_cell] = run.mixed_part(batch=2, context=10, prompt_tokens=90, repeats=3)
-    assert run.prompts_of(mixed_cell.keywords, 1000) == (4, 90)
+    assert work_of(mixed_cell.keywords, 1000) == Work(prompts=4, tokens=90)
 
 
 def test_closed_loop_ends_in_time_and_times_what_it_saw(session):

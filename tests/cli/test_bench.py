@@ -109,6 +109,12 @@ def test_the_help_of_a_load_says_what_is_left_out(capsys):
     )
 
 
+@pytest.mark.parametrize("part", ["prefill", "decode", "load", "latency", "sweep"])
+def test_the_help_says_for_what_its_numbers_are(part, capsys):
+    assert run(["bench", part, "--help"]) == 0
+    assert "The usual numbers are for a large GPU. On a CPU" in capsys.readouterr().out
+
+
 def test_cells_that_fail_are_lines_and_the_others_go_on(tmp_path, capsys):
     path = tmp_path / "r.jsonl"
     arguments = ["bench", "load", *TINY, "--input-tokens", "20", "--output-tokens", "40"]

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from rose.bench.estimate import warn_of_minutes
 from rose.bench.growth import growth
 from rose.bench.load import closed_loop, mixed, mixed_tokens
 from rose.bench.progress import BenchProgress
 from rose.bench.record import percentile
 from rose.bench.session import Session
-from rose.bench.sweep import CACHED_REPEATS, prefill_seconds
+from rose.bench.sweep import CACHED_REPEATS
 from rose.utils.errors import ConfigError
 
 Cell = partial[None]
@@ -42,7 +43,7 @@ def run_parts(
     with BenchProgress().running() as progress:
         session = Session(progress, **options)
         cells = [cell for part in parts for cell in part]
-        _warn_of_hours(session, cells)
+        warn_of_minutes(session, [cell.keywords for cell in cells])
         progress.expect(len(cells))
         try:
             for part, names in zip(parts, asked or [()] * len(parts), strict=True):
@@ -71,54 +72,6 @@ def _run_part(session: Session, part: Part, asked: Collection[str]) -> None:
 
 def _kind(cell: Cell) -> str:
     return cell.func.__name__.strip("_")
-
-
-SAMPLE_TOKENS = (256, 1024)
-"""Of the two prompts by which a CPU is judged."""
-SHORT_SECONDS = 60.0
-
-
-def _warn_of_hours(session: Session, cells: Sequence[Cell]) -> None:
-    """Say what a CPU needs for the prompts alone: the usual cells are those of a GPU."""
-    held = session.engine.table.max_tokens
-    prompts = [prompts_of(cell.keywords, held) for cell in cells]
-    short, long = SAMPLE_TOKENS
-    if session.setup.device.kind != "cpu" or max((n for _, n in prompts), default=0) <= long:
-        return
-    session.progress.now(f"timing prompts of {short} and {long} tokens")
-    one, other = (prefill_seconds(session.engine, session.prompts, n) for n in SAMPLE_TOKENS)
-    # Seconds of n tokens are linear n + square n^2: layers, and attention to what stands before.
-    square = max(0.0, (other / long - one / short) / (long - short))
-    linear = other / long - square * long
-    seconds = sum(count * (linear * n + square * n * n) for count, n in prompts)
-    if seconds > SHORT_SECONDS:
-        session.progress.say(
-            f"the prompts of these cells alone take about {seconds / 60:.1f} minutes on this CPU; smaller numbers take "
-            "less (see --help); --until and Ctrl-C end earlier, with what is measured by then"
-        )
-
-
-def prompts_of(cell: Mapping[str, Any], held: int) -> tuple[int, int]:
-    """Return how many prompts a cell computes and their tokens; (0, 0) where it is left out, or makes its prompts up.
-
-    Units  cell: its arguments; held: tokens of the KV cache
-    """
-    if cell.get("is_filled") or "steps" in cell:
-        return 0, 0
-    if "prompt_tokens" in cell:  # mixed: the long ones
-        found = cell["repeats"] + 1, cell["prompt_tokens"]
-        is_fitting = cell["prompt_tokens"] < held
-    elif "context" in cell:
-        found = cell["batch"], cell["context"]
-        is_fitting = cell["batch"] * cell["context"] < held
-    elif "in_flight" in cell:
-        found = cell["in_flight"] * cell["rounds"], cell["input_tokens"]
-        is_fitting = cell["seconds"] is None and cell["in_flight"] * cell["input_tokens"] < held
-    else:
-        many = cell.get("num_prompts")
-        found = (cell["repeats"] * many if many else cell["repeats"] + 1), cell["tokens"]
-        is_fitting = cell["tokens"] < held
-    return found if is_fitting else (0, 0)
 
 
 def prefill_part(*, tokens: list[int], prompts: int, repeats: int) -> Part:

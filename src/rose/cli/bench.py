@@ -122,6 +122,11 @@ _PARTS = {
     "growth": ("Memory before and after many steps.", _growth_options),
 }
 """What one engine can be measured by, alone or one after the other in `sweep`: name -> words, options."""
+USUAL = (
+    "The usual numbers are for a large GPU. On a CPU all but growth say first about how long they take, where that is "
+    "more than a minute; decode --batches 1,2 --context 256 is one of the tiny size that takes less."
+)
+"""Below the help of what measures an engine."""
 
 
 def _errors(command: Any) -> Any:
@@ -167,7 +172,7 @@ def _alone(name: str, *more: Any) -> Any:
 
     def decorate(command: Any) -> Any:
         command = _add(_engine(command), (*options, _until_option, *more))
-        return bench.command(name, short_help=words)(command)
+        return bench.command(name, short_help=words, epilog=USUAL)(command)
 
     return decorate
 
@@ -192,7 +197,7 @@ def decode(
     return run_parts([part], asked=[_asked("decode")], **options)
 
 
-@bench.command(short_help="Prefill and decode on one engine: the score table.")
+@bench.command(short_help="Prefill and decode on one engine: the score table.", epilog=USUAL)
 @_list("--tokens", "8192,32768,65536,128000", "Prompt lengths.")
 @_list("--batches", "1,8,32,128", "Sequences that decode.")
 @_list("--context", "8192", "Tokens of each prompt that decodes.")
@@ -256,7 +261,9 @@ def growth(steps: int, batch: int, prompt_tokens: int, output_tokens: int, **opt
     return run_parts([part], **options)
 
 
-@bench.group(chain=True, short_help="Several of these on one engine, one after the other.")
+@bench.group(
+    chain=True, short_help="Several of these on one engine, one after the other.", epilog=USUAL
+)
 @_engine
 @_until_option
 @_profile_option
