@@ -225,6 +225,7 @@ def test_an_answer_cut_by_the_end_is_told_so_and_nobody_sees_a_traceback(scripte
         assert (b"data: [DONE]" in seen) is stream
         assert server.process.wait(10) == 0
         assert not any("Traceback" in line or "Cancelled" in line for line in server.lines)
+        assert "stopping: ending 1 answer that had not finished" in server.lines
 
 
 def test_a_client_that_does_not_read_cannot_hold_the_server(scripted):

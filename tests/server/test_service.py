@@ -252,7 +252,7 @@ class Stalled(EngineEndpoint):
         super()._transmit(frontend, frame)
 
 
-def test_a_frontend_that_comes_back_learns_that_its_requests_have_ended(tmp_path):
+def test_a_frontend_that_comes_back_learns_that_its_requests_have_ended(tmp_path, caplog):
     config = EngineConfig(model="fake", device="cpu", cache=CacheConfig(kv_tokens=512))
     address = f"ipc://{tmp_path}/engine"
 
@@ -279,6 +279,8 @@ def test_a_frontend_that_comes_back_learns_that_its_requests_have_ended(tmp_path
         assert ends["long"].code == "engine_failed"
         assert "events of this request were lost" in ends["long"].message
         assert isinstance(ends["short"], FinishedEvent | ErrorEvent)
+        [told] = [r for r in caplog.records if "a frontend takes no events; " in r.getMessage()]
+        assert told.levelname == "WARNING"
         assert service.engine.table.num_used_pages == 0
         frontend.close()
         endpoint.close()
@@ -286,7 +288,9 @@ def test_a_frontend_that_comes_back_learns_that_its_requests_have_ended(tmp_path
     _within_limit(run())
 
 
-def test_requests_of_a_frontend_that_is_gone_are_dropped():
+def test_requests_of_a_frontend_that_is_gone_are_dropped(caplog):
+    caplog.set_level("INFO")
+
     async def run():
         async with _service(SlowModel()) as service:
             await service.frontend.send(_request("a", [1], 500))
@@ -298,6 +302,9 @@ def test_requests_of_a_frontend_that_is_gone_are_dropped():
                 await asyncio.sleep(0.05)
             assert service.engine.counters.num_output_tokens < 500
             assert service.engine.table.num_used_pages == 0
+        [told] = [r for r in caplog.records if "frontend" in r.getMessage()]
+        assert told.getMessage() == "a frontend has gone; its request ends"
+        assert told.levelname == "INFO", "it may have been stopped"
 
     _within_limit(run())
 

@@ -185,9 +185,10 @@ class Frontend:
     def _waiting_for(self, num_open: int) -> str:
         if num_open == 0:
             return "no answer is open"
-        answers = "1 answer" if num_open == 1 else f"{num_open} answers"
         seconds = self._config.shutdown_timeout_s
-        return f"waiting for {answers} (at most {seconds:g} s), Ctrl-C again ends at once"
+        return (
+            f"waiting for {_answers(num_open)} (at most {seconds:g} s), Ctrl-C again ends at once"
+        )
 
     async def _stop(self, client: EngineClient, server: _Server) -> None:
         """Let open answers finish while new requests are refused, then end the rest and the server."""
@@ -200,6 +201,8 @@ class Frontend:
 
     def _end(self, client: EngineClient, server: _Server) -> None:
         """End what is open with its last event; connections that do not take it are dropped soon after."""
+        if client.num_open:
+            self._announce("stopping", f"ending {_answers(client.num_open)} that had not finished")
         client.end_open()
         server.should_exit = True
         asyncio.get_running_loop().call_later(CLOSING_SECONDS, server.drop_connections)
@@ -226,6 +229,10 @@ class Frontend:
         finally:
             for number in handled:
                 loop.remove_signal_handler(number)
+
+
+def _answers(count: int) -> str:
+    return "1 answer" if count == 1 else f"{count} answers"
 
 
 def _check_tls(config: FrontendConfig) -> str:

@@ -62,7 +62,8 @@ class EngineEndpoint:
         """Those heard of, in the order in which they came."""
         self._owners: dict[str, bytes] = {}
         """Request -> the frontend it came from, until its last event."""
-        self._lost: dict[str, None] = {}
+        self._lost: dict[str, bool] = {}
+        """Request -> whether its frontend is gone; or it only takes no events."""
         self._owed: dict[bytes, list[FromEngine]] = {}
         """Last events that a frontend has not taken yet."""
         self._unread: deque[tuple[bytes, bytes]] = deque()
@@ -149,10 +150,12 @@ class EngineEndpoint:
         sent = [self._send(frontend, share) for frontend, share in shares.items()]
         return any(sent)
 
-    def take_lost(self) -> list[str]:
-        """Return the requests of which a frontend has not taken an event, each once; they are to be ended."""
-        lost = list(self._lost)
-        self._lost.clear()
+    def take_lost(self) -> dict[str, bool]:
+        """Return the requests of which a frontend has not taken an event, each once; they are to be ended.
+
+        Units  request -> whether its frontend is gone; False: it is there and takes no events
+        """
+        lost, self._lost = self._lost, {}
         return lost
 
     def _send(self, frontend: bytes, events: list[FromEngine]) -> bool:
@@ -161,11 +164,12 @@ class EngineEndpoint:
         try:
             self._transmit(frontend, frame)
         except zmq.ZMQError as error:
-            if error.errno == zmq.EHOSTUNREACH:
+            is_gone = error.errno == zmq.EHOSTUNREACH
+            if is_gone:
                 self._frontends.pop(frontend, None)
             elif error.errno != zmq.EAGAIN:
                 raise
-            self._miss(frontend, events)
+            self._miss(frontend, events, is_gone=is_gone)
             return False
         self._owed.pop(frontend, None)
         return True
@@ -175,7 +179,7 @@ class EngineEndpoint:
         self._socket.send(frontend, zmq.NOBLOCK | zmq.SNDMORE)
         self._socket.send(frame, zmq.NOBLOCK)
 
-    def _miss(self, frontend: bytes, events: list[FromEngine]) -> None:
+    def _miss(self, frontend: bytes, events: list[FromEngine], *, is_gone: bool) -> None:
         """Take note of events that a frontend did not take."""
         last = [e for e in events if isinstance(e, FinishedEvent | ErrorEvent)]
         self._owed[frontend] = [*self._owed.pop(frontend, []), *last]
@@ -183,7 +187,8 @@ class EngineEndpoint:
             self._owed.pop(next(iter(self._owed)))
         is_only_state = all(isinstance(e, EngineStatus) for e in events)
         if not is_only_state or frontend not in self._frontends:
-            self._lost |= dict.fromkeys(n for n, owner in self._owners.items() if owner == frontend)
+            mine = (n for n, owner in self._owners.items() if owner == frontend)
+            self._lost |= dict.fromkeys(mine, is_gone)
 
     def _read(self) -> None:
         """Take in what has come, some of it: also from frontends not heard of before."""

@@ -122,7 +122,7 @@ class EngineService:
             self.endpoint.send(events)
         lost = self.endpoint.take_lost()
         if lost:
-            _logger.warning("a frontend takes no events; its %d requests end", len(lost))
+            _log_lost(list(lost.values()))
             text = "events of this request were lost because its frontend took none for too long; send it again"
             for request_id in lost:
                 self.engine.abort(request_id)
@@ -189,3 +189,14 @@ class EngineService:
 
 def _failure(request_id: str, text: str, code: ErrorCode) -> ErrorEvent:
     return ErrorEvent(request_id=request_id, code=code, message=text)
+
+
+def _log_lost(are_gone: list[bool]) -> None:
+    """Say of requests that their frontends took no events: one that has gone may have been stopped."""
+    for is_gone in sorted(set(are_gone)):
+        count = are_gone.count(is_gone)
+        requests = "its request ends" if count == 1 else f"its {count} requests end"
+        if is_gone:
+            _logger.info("a frontend has gone; %s", requests)
+        else:
+            _logger.warning("a frontend takes no events; %s", requests)
