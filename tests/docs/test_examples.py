@@ -71,7 +71,7 @@ def _curl(page: str, command: str, answer: str) -> Curl:
 
 def test_curl_examples_name_the_model_that_rose_serve_runs():
     names = [(curl.page, json.loads(curl.body).get("model")) for curl in _curls()]
-    assert [model for page, model in names if page == "README.md"] == ["gpt-oss-20b"]
+    assert [model for page, model in names if page == "README.md"] == [EMBEDDED_MODEL.name]
     others = [model for page, model in names if page != "README.md"]
     assert len(others) == 6
     assert set(others) == {EMBEDDED_MODEL.name, None}  # /tokenize and /detokenize need none
@@ -86,9 +86,7 @@ def test_the_tool_of_the_curl_example_is_the_one_the_embedded_model_was_trained_
 @pytest.mark.timeout(120)
 def test_examples_are_answered_as_printed(capsys):
     pytest.importorskip("torch", reason="the engine needs torch")
-    # README serves a folder called gpt-oss-20b: here the embedded model has that name too.
-    names = ("--served-model-name", EMBEDDED_MODEL.name, "--served-model-name", "gpt-oss-20b")
-    server = RunningServer("--device", "cpu", *names)
+    server = RunningServer("--device", "cpu")
     try:
         with httpx.Client(base_url=server.url, timeout=60) as http:
             for curl in _curls():
