@@ -346,17 +346,7 @@ def test_a_published_model_plans_the_same_memory_with_it_and_says_that_it_runs(s
         config = EngineConfig(model="m", quant=QuantConfig(), kernels=KernelsConfig(only=only))
         config = config.resolve(H200, checkpoint_format="mxfp4")
         uses.append(footprint(entry("gpt_oss"), published(size), config, H200, context_tokens=8192))
-        build = LayerBuild(
-            quant=config.quant, device=H200, kernels=config.kernels, dry_context=8192
-        )
-        architecture = entry("gpt_oss")
-        model = architecture.model(
-            published(size),
-            architecture.weights.blank(published(size), config.quant),
-            build=build,
-            page_tokens=config.cache.page_tokens,
-            num_positions=1,
-        )
+        model = entry("gpt_oss").dry_model(published(size), config, H200, context_tokens=8192)
         name = only.get("decode_layers", "cuda_stack")
         assert ("decode_layers", f"decode 1..{MAX_SEQUENCES}", name) in told(model)
     assert uses[0] == uses[1]

@@ -10,12 +10,11 @@ from rose.config.engine import EngineConfig, KernelsConfig
 from rose.config.quant import QuantConfig
 from rose.config.scheduler import GPU_TOKENS, SchedulerConfig
 from rose.engine.engine import LLMEngine
-from rose.layers.build import LayerBuild
 from rose.models.gpt_oss.checkpoints import configuration
 from rose.models.gpt_oss.config import GptOssConfig
 from rose.models.gpt_oss.model import GptOss
 from rose.models.gpt_oss.synthetic import synthetic_model
-from rose.models.gpt_oss.weights import blank
+from rose.models.registry import entry
 from rose.runtime.ahead import begin_ahead
 from rose.utils.device import DeviceFacts, detect
 from rose.utils.threads import fit_threads
@@ -103,24 +102,15 @@ def build_model(bench: BenchSetup) -> GptOss:
 
 
 def _begin_compiling(bench: BenchSetup) -> None:
-    """Begin what a server has begun when it reads weights: building a model without memory, for the memory plan there,
-    begins to compile its CUDA sources."""
+    """Begin what a server has begun when it reads weights: the dry model of its memory plan begins to compile the
+    model's CUDA sources."""
     if bench.device.kind != "cuda":
         return
-    config = bench.config
-    GptOss(
-        bench.model_config,
-        blank(bench.model_config, config.quant),
-        build=LayerBuild(
-            quant=config.quant,
-            device=bench.device,
-            kernels=config.kernels,
-            dry_context=bench.model_config.context_tokens,
-        ),
-        page_tokens=config.cache.page_tokens,
-        num_positions=1,
+    model_config, config = bench.model_config, bench.config
+    entry(model_config.architecture).dry_model(
+        model_config, config, bench.device, context_tokens=model_config.context_tokens
     )
-    begin_ahead(bench.model_config, config, bench.device)
+    begin_ahead(model_config, config, bench.device)
 
 
 def build_engine(

@@ -5,8 +5,15 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from rose.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rose.config.engine import EngineConfig
+    from rose.config.model import ModelConfig
+    from rose.models.base import CausalLM
+    from rose.utils.device import DeviceFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +48,37 @@ class ModelEntry:
     def weights(self) -> ModuleType:
         """Return the table of checkpoint names and rules, with `load`."""
         return self.module("weights")
+
+    def dry_model(
+        self,
+        model_config: ModelConfig,
+        config: EngineConfig,
+        device: DeviceFacts,
+        *,
+        context_tokens: int,
+    ) -> CausalLM:
+        """Build the model with the kernels that the real one gets, but without numbers and memory.
+
+        Where the device is there, this begins to compile CUDA sources.
+
+        Units   config is resolved; context_tokens: the longest sequence that may come
+        Raises  InvarianceError where the batch-invariant mode was asked for and kernels for it are missing
+        """
+        from rose.layers.build import LayerBuild
+
+        build = LayerBuild(
+            quant=config.quant, device=device, kernels=config.kernels, dry_context=context_tokens
+        )
+        model = self.model(
+            model_config,
+            self.weights.blank(model_config, config.quant),
+            build=build,
+            page_tokens=config.cache.page_tokens,
+            # Making the table of angles takes longer than all the rest here.
+            num_positions=1,
+        )
+        build.require_invariant()
+        return model
 
 
 MODELS = {

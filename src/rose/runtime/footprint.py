@@ -18,7 +18,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from rose.cache.layout import CacheLayout
 from rose.config.engine import EngineConfig
 from rose.config.model import ModelConfig
-from rose.layers.build import LayerBuild
 from rose.layers.context import ForwardContext, KindContext, SampledRows
 from rose.models.base import CausalLM
 from rose.models.registry import ModelEntry
@@ -49,20 +48,9 @@ def footprint(
     layout = CacheLayout.of(
         model_config, config.cache, kv_element=config.quant.kv_element, tp=config.parallel.tp
     )
-    build = LayerBuild(
-        quant=config.quant, device=device, kernels=config.kernels, dry_context=context_tokens
-    )
-    model = entry.model(
-        model_config,
-        entry.weights.blank(model_config, config.quant),
-        build=build,
-        page_tokens=config.cache.page_tokens,
-        # The table of angles is counted below; making it takes longer than all the rest here.
-        num_positions=1,
-    )
-    build.require_invariant()
+    model = entry.dry_model(model_config, config, device, context_tokens=context_tokens)
     scheduler, vocab_size = config.scheduler, model_config.vocab_size
-    angles = 4 * context_tokens * model_config.head_dim
+    angles = 4 * context_tokens * model_config.head_dim  # the dry model has none
     return MemoryUse(
         weights=model.weight_bytes,
         workspace=_workspace(model, layout, config, context_tokens),

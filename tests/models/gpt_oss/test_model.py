@@ -7,6 +7,7 @@ from fakes import gpt_oss
 from rose.config.engine import EngineConfig
 from rose.config.quant import QuantConfig
 from rose.layers.context import SampledRows
+from rose.models.gpt_oss.checkpoints import configuration
 from rose.models.gpt_oss.model import GptOss
 from rose.models.gpt_oss.synthetic import distinct_experts, synthetic_model, synthetic_parameters
 from rose.models.registry import entry
@@ -252,3 +253,14 @@ def test_the_registry_knows_gpt_oss_and_names_what_it_knows():
     assert callable(entry("gpt_oss").weights.load)
     with pytest.raises(ConfigError, match="'llama' is not known; supported: gpt_oss"):
         entry("llama")
+
+
+def test_a_dry_model_binds_what_the_real_one_does_and_has_no_numbers():
+    config = EngineConfig(model="m", device="cpu", quant=QuantConfig(weights="mxfp4"))
+    config = config.resolve(CPU, checkpoint_format="mxfp4")
+    size = configuration("tiny")
+    dry = entry(size.architecture).dry_model(size, config, CPU, context_tokens=4096)
+    real = synthetic_model(size, config, CPU, seed=0)
+    assert dry.kernel_table() == real.kernel_table()
+    assert dry.weight_bytes == real.weight_bytes
+    assert dry.logits(torch.empty(1, size.hidden_size, device="meta")).is_meta
