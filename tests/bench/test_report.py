@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from rose.bench.charts import (
+    ABOVE,
     ABOVE_LEFT,
     ABOVE_RIGHT,
     BELOW,
     BELOW_LEFT,
+    LOW,
     decode_lines,
     decode_points,
     draw,
@@ -360,7 +362,8 @@ def test_report_and_charts_are_written_with_links_from_the_report(tmp_path, caps
         assert (charts / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_labels_of_points_that_are_close_do_not_cover_each_other():
+def _labelled(points, numbers, *others):
+    """An axis with one labelled curve, and others as (points, options)."""
     pytest.importorskip("matplotlib")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -368,16 +371,37 @@ def test_labels_of_points_that_are_close_do_not_cover_each_other():
     figure = Figure(figsize=(4.8, 4.2), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axis = figure.subplots()
-    points = [(600.0, 500), (45.0, 5990), (26.0, 6160)]
     axis.plot(*zip(*points, strict=True), marker="o")
-    for point, number in zip(points, ("1", "128", "256"), strict=True):
+    for line, options in others:
+        axis.plot(*zip(*line, strict=True), **options)
+    for point, number in zip(points, numbers, strict=True):
         axis.annotate(number, point, xytext=(0, 0), textcoords="offset points", fontsize=7.5)
     axis.set_xlim(left=0)
+    return figure, axis
+
+
+def test_labels_of_points_that_are_close_do_not_cover_each_other():
+    points = [(600.0, 500), (45.0, 5990), (26.0, 6160)]
+    figure, axis = _labelled(points, ("1", "128", "256"))
     place_labels(figure, (ABOVE_RIGHT, BELOW_LEFT, BELOW, ABOVE_LEFT))
     one, *close = (label.get_window_extent() for label in axis.texts)
     assert not close[0].overlaps(close[1])
     assert one.x0 > axis.transData.transform(points[0])[0], "nothing is in the way of the first"
     assert all(box.x0 >= axis.bbox.x0 for box in close), "beyond the edge are the axis' numbers"
+
+
+def test_a_label_keeps_off_curves_and_markers_of_others():
+    def places(*others):
+        figure, axis = _labelled([(50, 50), (100, 50)], ("17", "8"), *others)
+        axis.set_ylim(0, 100)
+        place_labels(figure, (ABOVE_LEFT, ABOVE, LOW))
+        return axis.texts[0].xyann
+
+    steep = [(47, 0), (47, 100)]
+    alone = [(46, 53)], {"marker": "s"}
+    assert places() == ABOVE_LEFT[0]
+    assert places(alone) == ABOVE[0], "a curve of one point is its marker"
+    assert places((steep, {"marker": ""}), ([(50, 54)], {"marker": "s"})) == LOW[0]
 
 
 def test_without_a_load_there_is_no_chart_of_it(tmp_path):

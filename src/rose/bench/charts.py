@@ -13,6 +13,7 @@ from rose.utils.errors import RoseError
 
 MODELS = ("20b", "120b")
 OURS, OTHER, LIMIT, PAST = "#c2185b", "#37474f", "#9e9e9e", "#8d6e63"
+MARKER_POINTS = 4
 LOAD_SHADES = (OURS, "#1565c0", "#2e7d32", "#ef6c00")
 """Of the closed loop's curves, in their order."""
 STYLE: dict[Any, Any] = {
@@ -132,7 +133,7 @@ def _cost_chart(results: Results, targets: Targets, path: Path, price: float) ->
         axis.legend(loc="lower right")
     axes[0].set_ylabel("USD per million output tokens")
     # Above and to the left first: there are neither the curve itself nor those of shorter contexts.
-    place_labels(figure, (ABOVE_LEFT, ABOVE, BELOW_RIGHT, BELOW))
+    place_labels(figure, (ABOVE_LEFT, ABOVE, BELOW_RIGHT, BELOW, HIGH, LOW))
     figure.savefig(path)
 
 
@@ -144,16 +145,21 @@ ABOVE_RIGHT: Place = ((3, 4), "left")
 BELOW_LEFT: Place = ((-3, -9), "right")
 BELOW: Place = ((0, -11), "center")
 BELOW_RIGHT: Place = ((3, -9), "left")
+HIGH: Place = ((-1, 8), "center")
+LOW: Place = ((3, -12), "center")
+"""Between steep curves that are close there is room for a label only above or below where they are apart."""
 
 
 def place_labels(figure: Any, places: Sequence[Place]) -> None:
-    """Put each label to the first place beside its point where it meets fewest curves, other labels and left edges.
+    """Put each label to the first place beside its point where it meets fewest curves, markers, labels and left edges.
 
     Call it last: what moves the axes later moves points, and labels with them, by different amounts.
     """
     figure.draw_without_rendering()  # sizes and scales are set only now
     for axis in figure.axes:
         curves = [x.get_transform().transform_path(x.get_path()) for x in axis.lines]
+        marked = [x for x in axis.lines if x.get_marker() not in ("", "None")]
+        markers = [m for x in marked for m in x.get_transform().transform(x.get_xydata())]
         taken: list[Any] = []
         for label in axis.texts:
             met = []
@@ -162,6 +168,8 @@ def place_labels(figure: Any, places: Sequence[Place]) -> None:
                 box = label.get_window_extent().padded(1)
                 crossed = sum(curve.intersects_bbox(box, filled=False) for curve in curves)
                 covered = sum(box.overlaps(other) for other in taken)
+                near = box.padded(MARKER_POINTS / 2 * figure.dpi / 72)
+                covered += sum(near.contains(*marker) for marker in markers)
                 met.append(crossed + covered + (box.x0 < axis.bbox.x0))
             _put(label, places[met.index(min(met))])
             taken.append(label.get_window_extent())
@@ -177,7 +185,7 @@ def _plot_points(
 ) -> None:
     if not points:
         return
-    axis.plot([p[0] for p in points], [p[1] for p in points], lw=1.6, ms=4, **style)
+    axis.plot([p[0] for p in points], [p[1] for p in points], lw=1.6, ms=MARKER_POINTS, **style)
     for x, y, batch in points if has_labels else ():
         axis.annotate(
             str(batch),
@@ -200,7 +208,7 @@ def _prefill_chart(results: Results, targets: Targets, path: Path) -> None:
             ("floor", {"color": LIMIT, "ls": "--", "label": "floor"}),
         ):
             points = [(c.numbers["tokens"], getattr(c, name)) for c in cells if getattr(c, name)]
-            axis.plot(*zip(*points, strict=True), lw=1.6, ms=4, **style)
+            axis.plot(*zip(*points, strict=True), lw=1.6, ms=MARKER_POINTS, **style)
         ours = sorted((x["tokens"], x["median"]) for x in _of(results, "prefill", model))
         if ours:
             axis.plot(*zip(*ours, strict=True), color=OURS, marker="o", lw=2, ms=4.5, label="rose")
@@ -252,7 +260,9 @@ def _load_chart(results: Results, path: Path) -> bool:
         points = [(1e3 / x["token_ms"], x["output_tokens_per_s"], x["in_flight"]) for x in lines]
         _plot_points(rate, points, style, has_labels=True)
         in_flight = [x["in_flight"] for x in lines]
-        first.plot(in_flight, [x["first_token_ms"] for x in lines], lw=1.6, ms=4, **style)
+        first.plot(
+            in_flight, [x["first_token_ms"] for x in lines], lw=1.6, ms=MARKER_POINTS, **style
+        )
         first.plot(in_flight, [x["first_token_ms_p99"] for x in lines], lw=0.8, color=color)
     rate.set_xlim(left=0)
     rate.set_yscale("log")
