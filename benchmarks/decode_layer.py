@@ -23,6 +23,7 @@ from decode_variants import EXPERTS, D, K, Recorder, expert_layers, time_call
 
 from rose.kernels import draw, registry
 from rose.kernels.check import cases_module
+from rose.kernels.moe_experts.e4m3_weights import with_exponents
 from rose.kernels.weights import LinearWeights
 
 for operation in ("gemm", "rms_norm", "attention_decode", "rope_kv_write", "moe_route"):
@@ -54,6 +55,7 @@ def inputs(batch: int, length: int) -> tuple[list[dict[str, Any]], dict[str, Any
                 gemm_cases.make_case("x", batch, gemm_cases.OUT, residual="apart"), i, "cuda"
             ),
             "experts": experts[i % 2],
+            "e4m3": with_exponents(experts[i % 2]),
             "kv": torch.randn(batch * pages, 2, 8, 64, 64, device="cuda").bfloat16(),
             "router": LinearWeights(
                 matrix=draw.matrix(
@@ -129,9 +131,10 @@ def layer_call(
             s["hidden"], weights=layer["router"], expert_ids_TK=s["ids"],
             expert_weights_TK=s["weights"],
         )  # fmt: skip
-        experts = E4M3 if batch > STREAM.FEW_TOKENS else STREAM
+        is_one = batch < E4M3.FEWEST_TOKENS
+        experts, weights = (STREAM, layer["experts"]) if is_one else (E4M3, layer["e4m3"])
         experts.moe_experts(
-            s["hidden"], s["ids"], s["weights"], weights=layer["experts"], swiglu_alpha=1.702,
+            s["hidden"], s["ids"], s["weights"], weights=weights, swiglu_alpha=1.702,
             swiglu_limit=7.0, out_TD=s["x"],
         )  # fmt: skip
 

@@ -38,6 +38,7 @@ from rose.kernels import registry
 from rose.kernels.build import CudaLibrary
 from rose.kernels.cases import compare
 from rose.kernels.check import cases_module
+from rose.kernels.moe_experts.e4m3_weights import with_exponents
 from rose.kernels.moe_experts.reference import reference as experts_reference
 from rose.kernels.sample.reference import reference as sample_reference
 
@@ -81,7 +82,9 @@ def bench_moe(model: str, args: argparse.Namespace, out: Recorder) -> None:
             experts_reference(**other)
             wanted.append(other["out_TD"])
         tolerance = cases.tolerance(cases.make_case("x", batch, {"D": D}))
+        plain, exponents = calls, [{**c, "weights": with_exponents(c["weights"])} for c in calls]
         for name, module, shape in moe_variants(batch, experts):
+            calls = exponents if module is E4M3.EXPERTS else plain
             line = {"op": f"moe_{model}", "batch": batch, "config": f"{name} {short(shape)}"}
             if time.time() > args.deadline:
                 out.late += 1

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from rose.kernels import registry
 from rose.kernels.cases import Case, compare
 from rose.kernels.moe_experts import cases
 from rose.kernels.moe_experts.reference import reference
+from rose.kernels.weights import ExpertWeights
 
 registry.load("moe_experts")
 from rose.kernels.moe_experts import cuda_decode_calls as calls  # noqa: E402
@@ -28,7 +31,12 @@ def compile_host(folder: Path, source: str) -> ctypes.CDLL:
         pytest.skip("g++ is not installed")
     kernels = Path(calls.__file__).parent
     # The stand-ins come last and take the place of what they stand for.
-    for path in (*kernels.glob("decode_*.cuh"), *STAND_INS.iterdir()):
+    for path in (
+        *kernels.glob("decode_*.cuh"),
+        kernels / "e2m1_tables.cuh",
+        kernels.parent / "cuda_common/ring.cuh",
+        *STAND_INS.iterdir(),
+    ):
         (folder / path.name).write_text(path.read_text())
     command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-w"]
     done = subprocess.run(
@@ -69,12 +77,17 @@ def put_on_cpu(
     monkeypatch.setattr(calls, "_stream", lambda _tensor: 0)
 
 
-def check(experts: calls.DecodeExperts, case: Case, shape: calls.Launch) -> None:
-    """Hold one call against the reference."""
+def check(
+    experts: calls.DecodeExperts,
+    case: Case,
+    shape: calls.Launch,
+    prepare: Callable[[ExpertWeights], Any] = lambda weights: weights,
+) -> None:
+    """Hold one call against the reference; `prepare`: that of the implementation."""
     arguments = cases.inputs(case, 3, "cpu")
     wanted = {**arguments, "out_TD": arguments["out_TD"].float()}
     reference(**wanted)
     arguments["out_TD"].fill_(float("nan"))
-    experts.launch(shape, **arguments)
+    experts.launch(shape, **{**arguments, "weights": prepare(arguments["weights"])})
     difference = compare("out_TD", arguments["out_TD"], wanted["out_TD"], cases.tolerance(case))
     assert difference is None, difference

@@ -13,6 +13,7 @@ from rose.kernels import build, registry
 from rose.kernels.aot_code import inspect_cuda
 from rose.kernels.moe_experts import cases, e4m3_stages
 from rose.kernels.moe_experts.cuda_decode_calls import Launch
+from rose.kernels.moe_experts.e4m3_weights import with_exponents
 from rose.kernels.moe_experts.reference import swiglu
 from rose.utils.device import DeviceFacts
 
@@ -22,7 +23,13 @@ SIZES = {"D": 704, "I": 576, "E": 4, "K": 2}
 """22 and 18 blocks of 32 columns: the last chunk of eight has six, or two as in 2880 = 90 * 32."""
 NARROW = {"D": 320, "I": 320, "E": 8, "K": 1}
 """Ten blocks, so that many tokens are quickly done."""
-EIGHT = Launch(width=8, warps=8, stages=3)
+WIDE = {"D": 1152, "I": 1152, "E": 4, "K": 2}
+"""Five chunks, so that two warpgroups take turns at having the first one."""
+WIDEST = {"D": 1344, "I": 1344, "E": 2, "K": 1}
+"""Six, of which the last is a quarter, as in 2880."""
+EIGHT = Launch(width=8, warps=4, stages=3)
+BY_TWO = Launch(width=8, warps=8, stages=4)
+BY_THREE = Launch(width=8, warps=12, stages=6)
 SIXTEEN = Launch(width=16, warps=4, stages=2)
 
 needs_nvcc = pytest.mark.skipif(build.find_nvcc() is None, reason="nvcc is not installed")
@@ -40,27 +47,31 @@ def on_cpu(host, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tokens", "shape"),
+    ("tokens", "shape", "sizes"),
     [
-        (1, EIGHT),
-        (7, EIGHT),
-        (17, SIXTEEN),
-        (30, Launch(width=24, warps=4, stages=3)),
-        (18, EIGHT),
+        (1, EIGHT, SIZES),
+        (7, EIGHT, SIZES),
+        (17, SIXTEEN, SIZES),
+        (30, Launch(width=24, warps=4, stages=3), SIZES),
+        (18, EIGHT, SIZES),
+        (3, BY_TWO, WIDE),
+        (3, BY_THREE, WIDEST),
     ],
-    ids=["one", "few", "many", "more", "hit_twice"],
+    ids=["one", "few", "many", "more", "hit_twice", "by_two_warpgroups", "by_three"],
 )
 @pytest.mark.usefixtures("on_cpu")
-def test_the_kernel_gives_the_reference(tokens, shape):
-    case = cases.make_case("drawn", tokens, SIZES, experts_hit=2 if tokens == 18 else None)
-    decode_experts.check(e4m3.EXPERTS, case, shape)
+def test_the_kernel_gives_the_reference(tokens, shape, sizes):
+    case = cases.make_case("drawn", tokens, sizes, experts_hit=2 if tokens == 18 else None)
+    decode_experts.check(e4m3.EXPERTS, case, shape, with_exponents)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 127, 128, 129])
 @pytest.mark.usefixtures("on_cpu")
 def test_any_number_of_tokens_is_taken(tokens):
-    decode_experts.check(e4m3.EXPERTS, cases.make_case("drawn", tokens, NARROW), SIXTEEN)
+    decode_experts.check(
+        e4m3.EXPERTS, cases.make_case("drawn", tokens, NARROW), SIXTEEN, with_exponents
+    )
 
 
 @pytest.mark.slow
@@ -72,7 +83,9 @@ def test_any_number_of_tokens_is_taken(tokens):
 @pytest.mark.usefixtures("on_cpu")
 def test_experts_may_be_empty_or_elsewhere_and_values_large(options):
     sizes = {**NARROW, "E": 16, "K": 2}
-    decode_experts.check(e4m3.EXPERTS, cases.make_case("drawn", 10, sizes, **options), SIXTEEN)
+    decode_experts.check(
+        e4m3.EXPERTS, cases.make_case("drawn", 10, sizes, **options), SIXTEEN, with_exponents
+    )
 
 
 @pytest.mark.slow
@@ -81,6 +94,7 @@ def test_without_any_expert_here_the_sum_is_zero():
     arguments = cases.inputs(cases.make_case("drawn", 2, NARROW), 3, "cpu")
     arguments["expert_ids_TK"].fill_(-1)
     arguments["out_TD"].fill_(float("nan"))
+    arguments["weights"] = with_exponents(arguments["weights"])
     e4m3.EXPERTS.launch(SIXTEEN, **arguments)
     assert (arguments["out_TD"] == 0).all()
 
@@ -89,7 +103,7 @@ def test_without_any_expert_here_the_sum_is_zero():
 @pytest.mark.usefixtures("on_cpu")
 def test_the_ring_goes_round_within_a_tile_and_across_tiles():
     sizes = {"D": 704, "I": 1152, "E": 2, "K": 1}
-    decode_experts.check(e4m3.EXPERTS, cases.make_case("drawn", 1, sizes), EIGHT)
+    decode_experts.check(e4m3.EXPERTS, cases.make_case("drawn", 1, sizes), EIGHT, with_exponents)
 
 
 def _down(act_PI):
@@ -97,7 +111,7 @@ def _down(act_PI):
     arguments = cases.inputs(cases.make_case("drawn", len(act_PI), NARROW), 3, "cpu")
     ids_TK, weights = arguments["expert_ids_TK"], arguments["weights"]
     found = torch.full((len(act_PI), NARROW["D"]), float("nan"))
-    e4m3.EXPERTS.down(SIXTEEN, act_PI, ids_TK, weights, found)
+    e4m3.EXPERTS.down(SIXTEEN, act_PI, ids_TK, with_exponents(weights), found)
     down_PDI = weights.down.to_float(torch.float64)[ids_TK[:, 0]]
     exact = torch.einsum("pdi,pi->pd", down_PDI, act_PI.double())
     return found, exact + weights.down_bias_ED[ids_TK[:, 0]].double(), down_PDI.abs().sum(-1)
@@ -139,17 +153,16 @@ def test_kernels_compile_without_spills_or_late_reads_and_products_are_not_seria
     [
         (
             cases.GPT_OSS_20B,
-            {49: e4m3.SIXTEEN, 96: e4m3.SIXTEEN, 97: e4m3.TWENTY_FOUR, 256: e4m3.TWENTY_FOUR},
-        ),
-        (
-            cases.GPT_OSS_120B,
             {
-                17: e4m3.EIGHT,
-                221: e4m3.EIGHT,
-                222: e4m3.EIGHT_IN_TWELVE_WARPS,
-                256: e4m3.EIGHT_IN_TWELVE_WARPS,
+                2: e4m3.EIGHT,
+                40: e4m3.EIGHT,
+                41: e4m3.SIXTEEN,
+                96: e4m3.SIXTEEN,
+                97: e4m3.TWENTY_FOUR,
+                256: e4m3.TWENTY_FOUR,
             },
         ),
+        (cases.GPT_OSS_120B, {2: e4m3.EIGHT, 160: e4m3.EIGHT, 256: e4m3.SIXTEEN}),
     ],
     ids=["20b", "120b"],
 )
@@ -166,7 +179,10 @@ def test_sizes_that_are_taken_fit_at_every_number_of_tokens(num_experts):
     for chosen in (1, 4, 8, 16, 32):
         sizes = {"D": 2880, "I": 2880, "E": num_experts, "K": chosen}
         refused = "pass the shared memory" in (e4m3._limits(sizes) or "")
-        fit = [e4m3.fits(e4m3.choose(t, sizes), t, sizes) for t in range(1, e4m3.MAX_TOKENS + 1)]
+        fit = [
+            e4m3.fits(e4m3.choose(t, sizes), t, sizes)
+            for t in range(e4m3.FEWEST_TOKENS, e4m3.MAX_TOKENS + 1)
+        ]
         assert refused != all(fit)
 
 
@@ -174,19 +190,15 @@ def test_sizes_that_are_taken_fit_at_every_number_of_tokens(num_experts):
 @pytest.mark.parametrize(
     ("num_experts", "weight", "wanted"),
     [
-        (32, "mxfp4", ["cuda_decode", "cuda_decode_few_experts", "cuda_e4m3", "gluon_decode"]),
-        (64, "mxfp4", ["cuda_decode", "cuda_decode_few_experts", "cuda_e4m3", "gluon_decode"]),
-        (
-            128,
-            "mxfp4",
-            ["cuda_decode", "cuda_e4m3_many_experts", "cuda_e4m3", "cuda_decode_many_tokens"],
-        ),
+        (32, "mxfp4", ["cuda_decode", *["cuda_e4m3"] * 3, "gluon_decode"]),
+        (64, "mxfp4", ["cuda_decode", *["cuda_e4m3"] * 3, "gluon_decode"]),
+        (128, "mxfp4", ["cuda_decode", *["cuda_e4m3"] * 3, "cuda_decode_many_tokens"]),
         (
             32,
             "fp8_block",
-            ["cuda_decode", "cuda_decode_few_experts", *["cuda_decode_many_tokens"] * 2],
+            ["cuda_decode", *["cuda_decode_few_experts"] * 2, *["cuda_decode_many_tokens"] * 2],
         ),
-        (128, "fp8_block", ["cuda_decode", *["cuda_decode_many_tokens"] * 3]),
+        (128, "fp8_block", ["cuda_decode", *["cuda_decode_many_tokens"] * 4]),
     ],
 )
 def test_what_is_bound_for_each_number_of_tokens(num_experts, weight, wanted):
@@ -201,7 +213,7 @@ def test_what_is_bound_for_each_number_of_tokens(num_experts, weight, wanted):
     decode = {
         (r.min_rows, r.max_rows): i.name for r, i in bound.table.items() if r.phase == "decode"
     }
-    regimes = [(1, 16), (17, 48), (49, 256), (257, 512)]
+    regimes = [(1, 1), (2, 16), (17, 48), (49, 256), (257, 512)]
     assert [decode[regime] for regime in regimes] == wanted
 
 
@@ -217,14 +229,14 @@ class _Formula:
         return torch.einsum("pfc,pc->pf", weights, x_PC.double()) + bias_EF.double()[e_P]
 
     def gate_up(self, _shape, x_PC, ids_P1, weights, out_PI, *, alpha, limit):
-        u_PF = self._product(x_PC, ids_P1, weights.gate_up, weights.gate_up_bias_EF)
+        u_PF = self._product(x_PC, ids_P1, weights.weights.gate_up, weights.weights.gate_up_bias_EF)
         is_here_P = ids_P1[:, 0] >= 0
         hidden_PI = swiglu(u_PF, alpha=alpha, limit=limit).to(out_PI.dtype)
         out_PI[is_here_P] = hidden_PI[is_here_P]
         self.spoil(out_PI, ids_P1)
 
     def down(self, _shape, x_PC, ids_P1, weights, out_PD):
-        y_PD = self._product(x_PC, ids_P1, weights.down, weights.down_bias_ED)
+        y_PD = self._product(x_PC, ids_P1, weights.weights.down, weights.weights.down_bias_ED)
         is_here_P = ids_P1[:, 0] >= 0
         out_PD[is_here_P] = y_PD.float()[is_here_P]
         self.spoil(out_PD, ids_P1)
@@ -236,7 +248,7 @@ def _statuses(experts, shapes=e4m3.SHAPES[:1], columns=320):
 
 
 def test_stages_by_themselves_are_checked_in_every_shape():
-    assert _statuses(_Formula(), e4m3.SHAPES) == ["ok"] * 8
+    assert _statuses(_Formula(), e4m3.SHAPES) == ["ok"] * 6
 
 
 def _swap_two_rows(out, ids_P1):

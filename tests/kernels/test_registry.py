@@ -78,7 +78,7 @@ def test_the_highest_band_that_may_run_is_bound_per_regime(operation):
     add("few_rows", Band.SPECIALISED, phases=frozenset({"decode"}), rows=(1, 16))
     add("fast", Band.SPECIALISED, device="cuda")
     assert set(names(bind()).values()) == {"slow", "decode", "few_rows"}
-    assert names(bind())["decode 1..16"] == "few_rows"
+    assert names(bind())["decode 2..16"] == "few_rows"
     assert names(bind())["decode 17..48"] == "decode"
     assert set(names(bind(device=H200)).values()) == {"fast"}  # of equal bands the first by name
 
@@ -108,7 +108,7 @@ def test_every_refusal_is_told_when_nothing_can_run(operation):
     with pytest.raises(ContractError) as error:
         bind()
     assert str(error.value) == (
-        "scale (decode 1..16): nothing can run; cuda_only: needs cuda; narrow: D 4; takes 2; "
+        "scale (decode 1): nothing can run; cuda_only: needs cuda; narrow: D 4; takes 2; "
         "new_only: needs cuda; wide_only: activation is bf16, takes float32"
     )
     with pytest.raises(ContractError, match=r"new_only: capability \(9, 0\) outside \(10, 0\)"):
@@ -161,7 +161,7 @@ def test_prepare_runs_once_per_layout_and_counts_what_is_held(operation):
     bound = bind()
     assert (
         bound.prepare(weights) == 2 * 24
-    )  # one copy for three decode regimes, the original for prefill
+    )  # one copy for all decode regimes, the original for prefill
     assert calls == [weights]
     x = torch.zeros(1, 4)
     bound.select("decode", 1)(x, out_TD=x)
@@ -175,8 +175,8 @@ def test_explain_says_why_for_each_regime_and_implementation(operation):
     add("fast", Band.TUNED, phases=frozenset({"decode"}))
     lines = registry.explain("scale", formats={"activation": "bf16"}, sizes={"D": 4})
     assert len(lines) == 2 * len(REGIMES)
-    assert ("decode 1..16", "fast", "bound (tuned)") in lines
-    assert ("decode 1..16", "slow", "another is bound before it (portable)") in lines
+    assert ("decode 2..16", "fast", "bound (tuned)") in lines
+    assert ("decode 2..16", "slow", "another is bound before it (portable)") in lines
     prefill = str(REGIMES[-1])
     assert (prefill, "fast", "only for decode") in lines
     assert (prefill, "slow", "bound (portable)") in lines
@@ -187,8 +187,8 @@ def test_explain_follows_the_batch_invariant_mode_as_bind_does(operation):
     add("steady", Band.PORTABLE, is_batch_invariant=True)
     given = {"formats": {"activation": "bf16"}, "sizes": {"D": 4}, "batch_invariant": True}
     lines = registry.explain("scale", **given)
-    assert ("decode 1..16", "fast", "its results may depend on the batch") in lines
-    assert ("decode 1..16", "steady", "bound (portable)") in lines
+    assert ("decode 2..16", "fast", "its results may depend on the batch") in lines
+    assert ("decode 2..16", "steady", "bound (portable)") in lines
     assert {i.name for i in registry.bind("scale", **given).table.values()} == {"steady"}
 
 
@@ -265,7 +265,8 @@ def test_regimes_cover_every_number_of_rows_of_both_phases():
                 registry.load("rms_norm"), dict.fromkeys((*REGIMES, MANY_DECODE), implementation)
             )
             assert bound.select(phase, rows) is noop
-    assert str(Regime("decode", 1, 16)) == "decode 1..16"
+    assert str(Regime("decode", 2, 16)) == "decode 2..16"
+    assert str(Regime("decode", 1, 1)) == "decode 1"
 
 
 def test_a_real_binding_on_a_cpu_takes_only_what_runs_there():

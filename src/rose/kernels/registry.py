@@ -53,6 +53,8 @@ class Regime:
     max_rows: int
 
     def __str__(self) -> str:
+        if self.min_rows == self.max_rows:
+            return f"{self.phase} {self.min_rows}"
         most = "" if self.is_endless else self.max_rows
         return f"{self.phase} {self.min_rows}..{most}"
 
@@ -73,7 +75,8 @@ MANY_DECODE = Regime("decode", 513, MAX_ROWS)
 """More sequences than decode kernels are made for: what short prefill has is bound, and shown in the table."""
 SHORT_PREFILL = Regime("prefill", 1, LONG_STEP - 1)
 REGIMES = (
-    Regime("decode", 1, 16),
+    Regime("decode", 1, 1),
+    Regime("decode", 2, 16),
     Regime("decode", 17, 48),
     Regime("decode", 49, 256),
     Regime("decode", 257, 512),

@@ -36,7 +36,7 @@ NAMED = frozenset({"decode_layers", "moe_experts"})
 """Operations all of whose CUDA kernels lie in `namespace rose`; others would be clean because nothing was looked at."""
 BLOCKS = 2
 """Of a persistent kernel under racecheck; blocks.cuh says why."""
-STAGES = {"moe_experts": ("rose.kernels.moe_experts.e4m3_stages", 4)}
+STAGES = {"moe_experts": ("rose.kernels.moe_experts.e4m3_stages", 3)}
 """A module that checks a kernel in parts, which take sizes that the operation does not, and how many shapes it has."""
 REPORTED = 3
 """Exit code where the tool reports anything."""

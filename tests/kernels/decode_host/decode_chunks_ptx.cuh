@@ -17,14 +17,8 @@ namespace rose::moe_decode {
 inline uint32_t descriptor_low(uint32_t address) { return descriptor_swizzle128(address) / 16; }
 inline uint64_t whole_descriptor(uint32_t low) { return uint64_t(low) * 16; }
 
-inline void arrive_expect_if(bool does, uint32_t barrier, uint32_t bytes) {
-  if (does) mbarrier_arrive_expect(barrier, bytes);
-}
-inline void bulk_load_if(bool does, uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
-  if (does) bulk_load(to, from, bytes, barrier);
-}
-inline void tma_load_2d_if(bool does, uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y) {
-  if (!does) return;
+inline void tma_prefetch_map(const CUtensorMap*) {}
+inline void tma_load_2d(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y) {
   if (to % 1024) std::abort();
   for (int row = 0; row < 64; ++row) {
     for (int i = 0; i < 128; ++i) {

@@ -5,13 +5,10 @@
 
 namespace rose::moe_decode {
 
-inline uint4 load_matrices(uint32_t address) {
-  if (address % 16) std::abort();
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const std::array<uint32_t, 32> addresses = gather(address);
-  uint32_t found[4];
-  for (int m = 0; m < 4; ++m) std::memcpy(&found[m], shared + addresses[8 * m + g] + 4 * t, 4);
-  return {found[0], found[1], found[2], found[3]};
+template <int kWords>
+void load_codes(uint32_t (&v)[kWords], uint32_t address) {
+  if (address % (4 * kWords)) std::abort();
+  std::memcpy(v, shared + address, 4 * kWords);
 }
 
 inline uint32_t larger_magnitudes(uint32_t a, uint32_t b) {
@@ -22,7 +19,6 @@ inline uint32_t warp_max(uint32_t v) {
   const std::array<uint32_t, 32> all = gather(v);
   return *std::max_element(all.begin(), all.end());
 }
-inline void settle_words(uint32_t (&)[2][4]) {}
 
 // Source: OCP 8-bit floating point specification: exponent bias 7, subnormals in steps of 2^-9, NaN 0x7F.
 inline float find_e4m3(uint32_t byte) {
@@ -50,6 +46,17 @@ inline uint32_t nearest_e4m3(float v) {
 }
 inline uint32_t to_e4m3(float a, float b) { return nearest_e4m3(a) | nearest_e4m3(b) << 8; }
 inline float2 from_e4m3(uint32_t pair) { return {value_of_e4m3(pair & 0xFF), value_of_e4m3(pair >> 8 & 0xFF)}; }
+
+// Source: PTX ISA, prmt: selectors of four bits, of which the top one replicates the sign of the byte.
+inline uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selectors) {
+  const uint64_t both = uint64_t(high) << 32 | low;
+  uint32_t found = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t selector = selectors >> 4 * i & 15, byte = both >> 8 * (selector & 7) & 0xFF;
+    found |= (selector & 8 ? (byte & 0x80 ? 0xFFu : 0u) : byte) << 8 * i;
+  }
+  return found;
+}
 
 // A warp's 16 rows at a time. Source: PTX ISA, register fragments of wgmma with 8-bit types, and 128-byte swizzle: bits
 // 4..6 of an address are turned by its bits 7..9.

@@ -42,6 +42,9 @@ struct float4 {
 struct float2 {
   float x, y;
 };
+struct uint2 {
+  uint32_t x, y;
+};
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }

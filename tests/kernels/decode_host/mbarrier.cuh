@@ -55,12 +55,11 @@ inline void mbarrier_wait(uint32_t address, uint32_t parity) {
   phase_ended.wait(lock, [&] { return (barriers.at(address).phase & 1) != static_cast<int>(parity); });
 }
 inline void named_sync(uint32_t id, uint32_t threads) { block->named_barrier(id, threads).arrive_and_wait(); }
-// Here a load has arrived before what follows it.
-template <class... Words>
-void named_sync_after(uint32_t id, uint32_t threads, Words...) {
-  named_sync(id, threads);
-}
 inline void named_arrive(uint32_t id, uint32_t threads) { (void)block->named_barrier(id, threads).arrive(); }
 inline void fence_proxy_async() {}
+template <int kRegisters>
+void registers_grow() {}
+template <int kRegisters>
+void registers_shrink() {}
 
 }  // namespace rose

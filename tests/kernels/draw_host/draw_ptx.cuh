@@ -3,9 +3,6 @@
 
 #include "launch.cuh"
 
-struct uint2 {
-  uint32_t x, y;
-};
 inline uint32_t min(uint32_t a, uint32_t b) { return a < b ? a : b; }
 inline int __clz(uint32_t v) { return v == 0 ? 32 : __builtin_clz(v); }
 inline float __uint2float_rn(uint32_t v) { return static_cast<float>(v); }

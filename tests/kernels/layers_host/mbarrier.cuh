@@ -7,9 +7,6 @@
 
 #include "launch.cuh"
 
-struct uint2 {
-  uint32_t x, y;
-};
 inline uint32_t max(uint32_t a, uint32_t b) { return a > b ? a : b; }
 inline float rsqrtf(float v) { return 1.0f / std::sqrt(v); }
 

@@ -17,14 +17,15 @@ from torch import Tensor
 from rose.kernels import dependent
 from rose.kernels.build import CudaLibrary
 from rose.kernels.formats import FP8_BLOCK
+from rose.kernels.moe_experts.e4m3_weights import E4m3Experts
 from rose.kernels.weights import ExpertWeights
 from rose.utils.device import num_multiprocessors
 from rose.utils.math import ceil_div
 
 SM_BYTES = 228 * 1024
 BLOCK_BYTES = 227 * 1024
-GATE_UP_TYPES = "ppppppiiiiiffiiiiiip"
-DOWN_TYPES = "ppppppiiiiiiiiiiip"
+GATE_UP_TYPES = "pppppppiiiiiffiiiiiip"
+DOWN_TYPES = "pppppppiiiiiiiiiiip"
 _COMBINE_BLOCK = 1024
 
 
@@ -64,16 +65,16 @@ class DecodeExperts:
         expert_ids_TK: Tensor,
         expert_weights_TK: Tensor,
         *,
-        weights: ExpertWeights,
+        weights: ExpertWeights | E4m3Experts,
         swiglu_alpha: float,
         swiglu_limit: float,
         out_TD: Tensor,
     ) -> None:
-        """Run with a given launch shape; see the contract."""
+        """Run with a given launch shape; see the contract. `weights`: as the library's implementation prepares them."""
         num_tokens, hidden = x_TD.shape
         if num_tokens == 0:
             return
-        inner, num_pairs = weights.down.shape[2], expert_ids_TK.numel()
+        inner, num_pairs = _plain(weights).down.shape[2], expert_ids_TK.numel()
         act_PI = x_TD.new_empty(num_pairs, inner)
         y_PD = x_TD.new_empty(num_pairs, hidden, dtype=torch.float32)
         self.gate_up(
@@ -87,33 +88,46 @@ class DecodeExperts:
         )  # fmt: skip
 
     def gate_up(
-        self, shape: Launch, x_TD: Tensor, ids_TK: Tensor, weights: ExpertWeights, act_PI: Tensor,
-        *, alpha: float, limit: float,
+        self, shape: Launch, x_TD: Tensor, ids_TK: Tensor, weights: ExpertWeights | E4m3Experts,
+        act_PI: Tensor, *, alpha: float, limit: float,
     ) -> None:  # fmt: skip
         """Write the SwiGLU of every pair."""
-        num_experts, hidden, inner = weights.down.shape
-        matrix, bias_EF = weights.gate_up, weights.gate_up_bias_EF
+        plain = _plain(weights)
+        num_experts, hidden, inner = plain.down.shape
+        matrix, bias_EF = plain.gate_up, plain.gate_up_bias_EF
+        exponents = weights.gate_up_exponents_ET if isinstance(weights, E4m3Experts) else None
         assert bias_EF.dtype == torch.bfloat16, f"biases are {bias_EF.dtype}, must be bf16"
         self.call_gate_up(
             x_TD.data_ptr(), ids_TK.data_ptr(), matrix.values.data_ptr(), _pointer(matrix.scales),
-            bias_EF.data_ptr(), act_PI.data_ptr(),
+            _pointer(exponents), bias_EF.data_ptr(), act_PI.data_ptr(),
             ids_TK.numel(), ids_TK.shape[1], num_experts, inner, hidden, alpha, limit,
             matrix.format == FP8_BLOCK, *_tail(shape, x_TD),
         )  # fmt: skip
 
     def down(
-        self, shape: Launch, act_PI: Tensor, ids_TK: Tensor, weights: ExpertWeights, y_PD: Tensor
+        self,
+        shape: Launch,
+        act_PI: Tensor,
+        ids_TK: Tensor,
+        weights: ExpertWeights | E4m3Experts,
+        y_PD: Tensor,
     ) -> None:
         """Write the expert's output of every pair."""
-        num_experts, hidden, inner = weights.down.shape
-        matrix, bias_ED = weights.down, weights.down_bias_ED
+        plain = _plain(weights)
+        num_experts, hidden, inner = plain.down.shape
+        matrix, bias_ED = plain.down, plain.down_bias_ED
+        exponents = weights.down_exponents_ET if isinstance(weights, E4m3Experts) else None
         assert bias_ED.dtype == torch.bfloat16, f"biases are {bias_ED.dtype}, must be bf16"
         self.call_down(
             act_PI.data_ptr(), ids_TK.data_ptr(), matrix.values.data_ptr(),
-            _pointer(matrix.scales), bias_ED.data_ptr(), y_PD.data_ptr(),
+            _pointer(matrix.scales), _pointer(exponents), bias_ED.data_ptr(), y_PD.data_ptr(),
             ids_TK.numel(), ids_TK.shape[1], num_experts, hidden, inner,
             matrix.format == FP8_BLOCK, *_tail(shape, act_PI),
         )  # fmt: skip
+
+
+def _plain(weights: ExpertWeights | E4m3Experts) -> ExpertWeights:
+    return weights.weights if isinstance(weights, E4m3Experts) else weights
 
 
 def _tail(shape: Launch, x: Tensor) -> tuple[int, ...]:

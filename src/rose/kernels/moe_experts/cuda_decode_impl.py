@@ -27,15 +27,9 @@ from rose.kernels.weights import ExpertWeights
 from rose.utils.math import ceil_div
 
 MAX_TOKENS = 512
-VERY_FEW_TOKENS = 16
-"""Up to here nothing is faster, whatever the number of experts."""
 FEW_TOKENS = 48
-"""Up to here nothing is faster where experts are fewer than MANY_EXPERTS: 32 tokens of 32 experts take 141 us here and
-143 with cuda_e4m3, 64 tokens 197 and 165. Graphs are captured for 24, 32, 48 and 64 rows, and a batch is padded to the
-next; 24 and 48 were not timed.
-"""
+"""Up to here nothing is faster for fp8_block weights of fewer than MANY_EXPERTS."""
 MANY_EXPERTS = 128
-"""32 tokens of 128 experts take 354 us here and 334 with cuda_e4m3. Between 32 and 128 experts nothing was timed."""
 UNIT_ROWS = 16
 
 LATE_READS = {
@@ -126,7 +120,7 @@ def _limits(sizes: Sizes) -> str | None:
 
 def _few_experts_limits(sizes: Sizes) -> str | None:
     if sizes["E"] >= MANY_EXPERTS:
-        return f"{sizes['E']} experts; from {MANY_EXPERTS} on cuda_e4m3_many_experts is faster"
+        return f"{sizes['E']} experts; from {MANY_EXPERTS} on nothing was timed"
     return _limits(sizes)
 
 
@@ -135,6 +129,7 @@ def _implementation(
     *,
     rows: tuple[int, int],
     band: Band,
+    weights: frozenset[str] = frozenset({"mxfp4", "fp8_block"}),
     limits: Callable[[Sizes], str | None] = _limits,
 ) -> Implementation:
     return Implementation(
@@ -145,7 +140,7 @@ def _implementation(
         device="cuda",
         min_capability=(9, 0),
         max_capability=(9, 0),
-        formats={"activation": frozenset({"bf16"}), "weight": frozenset({"mxfp4", "fp8_block"})},
+        formats={"activation": frozenset({"bf16"}), "weight": weights},
         phases=frozenset({"decode"}),
         rows=rows,
         limits=limits,
@@ -154,19 +149,16 @@ def _implementation(
     )
 
 
-register(_implementation("cuda_decode", rows=(1, VERY_FEW_TOKENS), band=Band.SPECIALISED))
+register(_implementation("cuda_decode", rows=(1, 1), band=Band.SPECIALISED))
 register(
     _implementation(
         "cuda_decode_few_experts",
-        rows=(VERY_FEW_TOKENS + 1, FEW_TOKENS),
+        rows=(2, FEW_TOKENS),
         band=Band.SPECIALISED,
+        weights=frozenset({"fp8_block"}),
         limits=_few_experts_limits,
     )
 )
 # For formats, sizes and numbers of tokens that cuda_e4m3 does not take. With few experts gluon_decode is as fast here
 # (32 experts, 128 tokens: 326 us against 329).
-register(
-    _implementation(
-        "cuda_decode_many_tokens", rows=(VERY_FEW_TOKENS + 1, MAX_TOKENS), band=Band.TUNED
-    )
-)
+register(_implementation("cuda_decode_many_tokens", rows=(2, MAX_TOKENS), band=Band.TUNED))

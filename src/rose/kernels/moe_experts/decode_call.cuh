@@ -12,6 +12,7 @@ struct Call {
   const int* ids;            // [tokens * chosen]
   const uint8_t* codes;      // [experts, rows, columns / 2] mxfp4; [experts, rows, columns] fp8
   const void* scales;        // mxfp4: e8m0 [experts, rows, columns / 32]; fp8: float [experts, rows / 128, columns / 128]
+  const int* exponents;      // E4M3 alone: [experts, rows / 64], biased by 127 (e4m3_weights.py)
   const __nv_bfloat16* bias;  // [experts, rows]
   const __nv_bfloat16* x;     // gate_up: [tokens, columns]; down: [pairs, columns]
   __nv_bfloat16* act;         // gate_up: [pairs, rows / 2]

@@ -1,36 +1,60 @@
-// What decode experts share whose codes pass through rings of chunks (decode_e4m3.cuh): where things lie in shared
-// memory, which tiles a block has, who asks for the next chunk and when.
+// What decode experts share whose codes pass through a ring of chunks (decode_e4m3.cuh): where things lie in shared memory,
+// which tiles a block has, who fills the ring.
 //
-// A tile is 64 rows of one expert's matrix. Tiles are dealt out to blocks in contiguous runs; warpgroups of a block take
-// turns at the tiles of a run, which share the activations. Each warpgroup has a ring of its own, of chunks of 64 rows by
-// 256 columns (128 bytes of codes, swizzled), which the tensor copy engine fills ahead across tiles and across experts.
-// A chunk is given back once its codes are in registers. A tile's scales come with its first chunk.
+// A tile is 64 rows of one expert's matrix, a chunk 64 rows by 256 columns (128 bytes of codes, swizzled). Tiles are dealt
+// out to blocks in contiguous runs; the warpgroups that multiply share out the chunks of each tile, one after the other,
+// so that a block works at one tile at a time: it ends with its last tile, and needs the scales of two tiles at most. One
+// warp of a further warpgroup fills the ring by the tensor copy engine, ahead across tiles and experts; two add up the
+// warpgroups' parts of a tile and write the result. A tile's scales come to a place of their own, with a barrier of their
+// own: all warpgroups wait for them, and only one for each chunk.
 #pragma once
 
 #include "decode_call.cuh"
 #include "decode_chunks_ptx.cuh"
 #include "mbarrier.cuh"
+#include "ring.cuh"
 #include "wgmma.cuh"
 
 namespace rose::moe_decode {
 
 constexpr int kTileRows = 64;
 constexpr int kChunkBytes = kTileRows * 128;
+constexpr int kChunkColumns = 256;
+constexpr int kFinishers = 2;           // warps that add up
+constexpr uint32_t kMultiplyBarrier = 1;  // of all that multiply; 0 is __syncthreads
+constexpr uint32_t kBeginBarrier = 2;     // of these and of the warp that fills the ring
+
+// Threads of a block: kGroups warpgroups that multiply, and one that does not.
+template <int kGroups>
+constexpr int kRingThreads = kGroups * 128 + 128;
+
+// kParts: buffers of the parts of a tile.
+template <int kN_, int kGroups_, int kStages_, int kParts_>
+struct Shape {
+  static constexpr int kN = kN_, kGroups = kGroups_, kStages = kStages_, kParts = kParts_;
+  static constexpr int kThreads = kRingThreads<kGroups>;
+  static constexpr int kPartBytes = kTileRows * kN * 4;  // of one warpgroup
+  // Or a warpgroup that is ahead would ask for a round of a stage whose round before, of another one, has not come, and
+  // take its parity for an answer.
+  static_assert(kStages % kGroups == 0, "a stage is always of the same warpgroup");
+  static_assert(kStages >= 2 * kGroups, "a stage is given back once the next one has come");
+};
 
 struct RingLayout {
-  int x, scale_bytes, scales, barriers, own, counts, hits, order, total;
+  int x, scale_bytes, scales, parts, barriers, own, counts, hits, order, total;
 
   // own_bytes: at `own`, of what only this kernel has.
-  template <int kN, int kGroups, int kStages>
+  template <class S>
   __host__ __device__ static RingLayout make(const Call& c, int own_bytes = 0) {
     RingLayout l;
-    l.x = kGroups * kStages * kChunkBytes;
+    l.x = S::kStages * kChunkBytes;
     l.scale_bytes = kTileRows * (c.columns / 32);
-    l.scales = l.x + (c.columns + 127) / 128 * kN * 256;
-    l.barriers = l.scales + 2 * kGroups * l.scale_bytes;
-    l.own = l.barriers + (kGroups * kStages * 8 + 15) / 16 * 16;
+    l.scales = l.x + (c.columns + 127) / 128 * S::kN * 256;
+    l.parts = l.scales + 2 * l.scale_bytes;
+    l.barriers = l.parts + S::kParts * S::kGroups * S::kPartBytes;
+    l.own = l.barriers + (S::kStages + S::kParts + 1) * 16;
     l.hits = l.own + (own_bytes + 15) / 16 * 16;
-    int most = (c.pairs < c.experts ? c.pairs : c.experts) + c.pairs / kN + 1;
+    int most = (c.pairs < c.experts ? c.pairs : c.experts) + c.pairs / S::kN + 1;
     l.counts = l.hits + most * 16;
     l.order = l.counts + (c.experts + 1) * 4;
     l.total = l.order + c.pairs * 4;
@@ -44,61 +68,86 @@ struct Run {
   int begin, end;
 };
 
-// The warpgroup's barriers, the lists of hits, and this block's run. Kernels of gate_up wait for the router first.
-template <bool kGateUp, int kN, int kGroups, int kStages>
-__device__ __forceinline__ Run begin_rings(const Call& c, uint32_t full, int4* hits, int* counts, uint16_t* order) {
-  if ((threadIdx.x & 127) == 0) {
-    for (int s = 0; s < kStages; ++s) mbarrier_init(full + 8 * s, 1);
-    mbarrier_init_fence();
+// Addresses in shared memory.
+template <class S>
+struct Ring {
+  uint32_t chunks, scales, full, empty, part_full, part_empty, scales_full;
+
+  __device__ __forceinline__ Ring(const RingLayout& l, uint8_t* shared)
+      : chunks(shared_address(shared)),
+        scales(shared_address(shared + l.scales)),
+        full(shared_address(shared + l.barriers)),
+        empty(full + S::kStages * 8),
+        part_full(empty + S::kStages * 8),
+        part_empty(part_full + S::kParts * 8),
+        scales_full(part_empty + S::kParts * 8) {}
+
+  // One thread.
+  __device__ __forceinline__ void init() const {
+    for (int s = 0; s < S::kStages; ++s) {
+      mbarrier_init(full + 8 * s, 1);
+      mbarrier_init(empty + 8 * s, 4 * kWarpArrivals);
+    }
+    for (int s = 0; s < S::kParts; ++s) {
+      mbarrier_init(part_full + 8 * s, S::kGroups * 4 * kWarpArrivals);
+      mbarrier_init(part_empty + 8 * s, kFinishers * kWarpArrivals);
+    }
+    for (int s = 0; s < 2; ++s) mbarrier_init(scales_full + 8 * s, 1);
   }
+
+  // One thread: all chunks of the block's tiles, each as soon as its place is empty.
+  template <int kColumns>
+  __device__ __forceinline__ void fill(const Call& c, const CUtensorMap& codes_map, const int4* hits, const Run& run,
+                                       int scale_bytes) const {
+    constexpr int kChunks = (kColumns + kChunkColumns - 1) / kChunkColumns;
+    // What has the first chunk of a tile had one of the tile before, or of a later one; stages are asked for in turn, so
+    // that everything before it has been multiplied.
+    static_assert(S::kStages <= kChunks, "two buffers of scales last while a ring is no longer than a tile");
+    Cursor<S::kStages> at;
+    int buffer = 0;
+    for (int item = run.begin; item < run.end; ++item, buffer ^= 1) {
+      const int number = item / run.tiles;
+      const int row = hits[number].x * c.rows + (item - number * run.tiles) * kTileRows;
+      for (int chunk = 0; chunk < kChunks; ++chunk, at.advance()) {
+        const uint32_t barrier = full + 8 * at.stage;
+        mbarrier_wait(empty + 8 * at.stage, at.parity ^ 1);
+        if (chunk == 0) {
+          mbarrier_arrive_expect(scales_full + 8 * buffer, scale_bytes);
+          bulk_load(scales + buffer * scale_bytes,
+                    static_cast<const uint8_t*>(c.scales) + static_cast<size_t>(row) * (kColumns / 32), scale_bytes,
+                    scales_full + 8 * buffer);
+        }
+        mbarrier_arrive_expect(barrier, kChunkBytes);
+        tma_load_2d(chunks + at.stage * kChunkBytes, &codes_map, barrier, chunk * 128, row);
+      }
+    }
+  }
+};
+
+// How far a warpgroup has come in the ring.
+template <class S>
+struct Turn {
+  int stage;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    stage += S::kGroups;
+    if (stage >= S::kStages) stage -= S::kStages, parity ^= 1;
+  }
+};
+
+// Lists of hits, and this block's run. Kernels of gate_up wait for the router first.
+template <bool kGateUp, int kN, int kThreads>
+__device__ __forceinline__ Run begin_run(const Call& c, int4* hits, int* counts, uint16_t* order) {
   if constexpr (kGateUp) {
     wait_for_kernel_before();
     // HAZARD: down reads ids before it waits for this kernel. It may: it starts after this line, so the router is done.
     let_next_kernel_start();
   }
-  list_hits<kN, kGroups * 128>(c, hits, counts, order, counts + c.experts);
+  list_hits<kN, kThreads>(c, hits, counts, order, counts + c.experts);
   const int num_hits = counts[c.experts], tiles = c.rows / kTileRows, total = num_hits * tiles;
   return {tiles, static_cast<int>(static_cast<int64_t>(total) * blockIdx.x / gridDim.x),
           static_cast<int>(static_cast<int64_t>(total) * (blockIdx.x + 1) / gridDim.x)};
 }
-
-// The issuing warp's place in the sequence of its warpgroup's chunks, always kStages ahead of what is multiplied.
-template <int kGroups, int kStages, int kColumns>
-struct Issuer {
-  static constexpr int kChunks = (kColumns + 255) / 256;
-  static_assert(kStages <= kChunks, "two buffers of scales last while a ring is no longer than a tile");
-  const Run run;
-  const bool is_first_lane;
-  const uint32_t full;
-  int row = 0, chunk = 0, stage = 0, buffer = 0, item;
-  const uint32_t ring_at, scales_at;
-
-  __device__ __forceinline__ Issuer(const Run& run, const RingLayout& l, uint8_t* shared, int group, bool is_first_lane)
-      : run(run),
-        is_first_lane(is_first_lane),
-        full(shared_address(shared + l.barriers) + group * kStages * 8),
-        item(run.begin + group),
-        ring_at(shared_address(shared) + group * kStages * kChunkBytes),
-        scales_at(shared_address(shared + l.scales) + group * 2 * l.scale_bytes) {}
-
-  __device__ __forceinline__ void issue(const Call& c, const CUtensorMap& codes_map, const int4* hits, int scale_bytes) {
-    if (item >= run.end) return;
-    const uint32_t barrier = full + 8 * stage;
-    if (chunk == 0) {
-      const int number = item / run.tiles;
-      row = hits[number].x * c.rows + (item - number * run.tiles) * kTileRows;
-      arrive_expect_if(is_first_lane, barrier, kChunkBytes + scale_bytes);
-      bulk_load_if(is_first_lane, scales_at + buffer * scale_bytes,
-                   static_cast<const uint8_t*>(c.scales) + static_cast<size_t>(row) * (kColumns / 32), scale_bytes,
-                   barrier);
-      buffer ^= 1;
-    } else {
-      arrive_expect_if(is_first_lane, barrier, kChunkBytes);
-    }
-    tma_load_2d_if(is_first_lane, ring_at + stage * kChunkBytes, &codes_map, barrier, chunk * 128, row);
-    if (++stage == kStages) stage = 0;
-    if (++chunk == kChunks) chunk = 0, item += kGroups;
-  }
-};
 
 }  // namespace rose::moe_decode

@@ -1,46 +1,42 @@
-// Experts of small batches on Hopper, 64 rows at a time: codes pass from memory through rings in shared memory
-// (decode_chunks.cuh) into registers and, as E4M3, into wgmma. An e2m1 code becomes an e4m3 byte in 7 instructions for
-// 8 codes, where bf16 times its scale takes 17.
+// Experts of small batches on Hopper, 64 rows at a time: codes pass from memory through a ring in shared memory
+// (decode_chunks.cuh) into registers and, as E4M3, into wgmma.
 //
-// A warpgroup unpacks a tile once, whatever the number of tokens up to kN: its rows are operand A, in registers.
-//
-// Exact up to the tensor core's own sums: a code is 2^6 times its byte; an activation (8 bits of significand) times a
-// power of two of its token is the sum of two E4M3 numbers (4 bits each), of which the second is cut at 2^-17 of the
-// token's largest. Both are operand B in shared memory. A product covers one block of 32 columns, so that the block's
-// scale multiplies its sums in float32 registers.
-//
-// Word t of a block holds columns 8t to 8t + 7 of a row. Even ones are columns 4t to 4t + 3 of the product, odd ones
-// 16 + 4t to 19 + 4t; activations are stored in that order.
+//   weights  are operand A, in registers: unpacked once, whatever the number of tokens up to kN. A code with its block's
+//            scale becomes an E4M3 number by a table (e2m1_tables.cuh), in units of one power of two for the 64 rows of the
+//            tile and all of K (e4m3_weights.py), so that sums need no scales.
+//   tokens   are operand B, exact in two parts: an activation (8 bits of significand) times a power of two of its token is
+//            the sum of two E4M3 numbers (4 bits each), of which the second is cut at 2^-17 of the token's largest. Of a
+//            product's 2 kN columns the first kN have the first parts, the others the second.
+//   sums     stay in the tensor core for a chunk of 256 columns; its additions keep 13 or 14 bits, so that float32
+//            registers add up the chunks of a warpgroup (docs/experiments/decode_experts.md), and then those of all, in
+//            order.
+//   columns  thread (g, t) of a warp takes block t of a group of 128 columns, 32 codes of a row as they lie. Word v of the
+//            four becomes its bytes of product v of the four: byte 32v + 16u + 4t + b of the group is column 32t + 8v + 4u +
+//            b, as in prefill_swapped.cuh. Past the last column codes and activations are zeros.
+//   rows     thread (g, t) of warp w has rows 16w + 2p and the one after it of the tile, a gate and its up: fragment rows g
+//            and g + 8. p is g with its two lower bits exchanged, so that eight lanes of a load meet different banks.
 #pragma once
 
 #include "decode_chunks.cuh"
 #include "decode_e4m3_ptx.cuh"
+#include "e2m1_tables.cuh"
 
 namespace rose::moe_decode {
 
 constexpr int kMostWarps = 16;
 
-// Of its own: the factor of each token, and what the warps find to be the largest of their rows, in two turns.
-template <int kN, int kGroups, int kStages>
+// Of its own: tables, the factor of each token, and what the warps find to be the largest of their rows, in two turns.
+template <class S>
 __host__ __device__ RingLayout e4m3_layout(const Call& c) {
-  return RingLayout::make<kN, kGroups, kStages>(c, kN * 4 + 2 * kMostWarps * 4);
-}
-
-// Eight e2m1 codes to E4M3 times 2^-6, even ones and odd ones: the magnitude's three bits land on the two lowest bits
-// of the exponent and the first of the mantissa, which is exact also for 0.5 (a subnormal).
-__device__ __forceinline__ void codes_to_e4m3(uint32_t w, uint32_t& even, uint32_t& odd) {
-  constexpr uint32_t kSign = 0x80808080u, kKeep = 0x9C9C9C9Cu;
-  const uint32_t up = w << 4, middle = w << 2, down = w >> 2;
-  even = ((up & kSign) | (middle & ~kSign)) & kKeep;
-  odd = ((w & kSign) | (down & ~kSign)) & kKeep;
+  return RingLayout::make<S>(c, kTableBytes + S::kN * 4 + 2 * kMostWarps * 4);
 }
 
 // Copy the activations of a hit to shared memory, split in two: for 128 columns a tile of kN rows for the first
-// parts, then one for the second; K-major with 128-byte swizzle. Up to four warps share a row. Syncs the block before
-// it writes, unless the block is new.
-template <int kN, bool kGateUp, int kWarps>
+// parts, then one for the second; K-major with 128-byte swizzle. Up to four warps share a row. By all warps that multiply,
+// which meet before it writes. `asked()`: called once the first activations are on their way.
+template <int kN, bool kGateUp, int kWarps, class Asked>
 __device__ __forceinline__ void split_operand(const Call& c, const int4& hit, const uint16_t* order, uint8_t* x_shared,
-                                              float* factors, uint32_t (*largest)[kMostWarps]) {
+                                              float* factors, uint32_t (*largest)[kMostWarps], Asked asked) {
   constexpr int kMost = 12;  // pieces of 8 columns per lane: rows of up to 3072
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, pieces = c.columns / 8;
   const int share = hit.z * 4 <= kWarps ? 4 : hit.z * 2 <= kWarps ? 2 : 1, rows = kWarps / share;
@@ -58,6 +54,9 @@ __device__ __forceinline__ void split_operand(const Call& c, const int4& hit, co
         v[i] = uint4{0, 0, 0, 0};
         if (piece < pieces) v[i] = __ldcg(reinterpret_cast<const uint4*>(source + piece * 8));
       }
+    }
+    if (round == 0) asked();
+    if (is_in) {
 #pragma unroll
       for (int i = 0; i < kMost; ++i) {
         most = larger_magnitudes(most, larger_magnitudes(larger_magnitudes(v[i].x, v[i].y), larger_magnitudes(v[i].z, v[i].w)));
@@ -66,7 +65,7 @@ __device__ __forceinline__ void split_operand(const Call& c, const int4& hit, co
       most = warp_max(most);
       if (lane == 0) largest[round & 1][warp] = most;
     }
-    __syncthreads();
+    named_sync(kMultiplyBarrier, kWarps * 32);
     if (!is_in) continue;
     for (int i = 0; i < share; ++i) most = max(most, largest[round & 1][warp - part + i]);
     // The largest comes to lie between 2^7 and 2^8; powers of two stay within those of float32.
@@ -74,185 +73,296 @@ __device__ __forceinline__ void split_operand(const Call& c, const int4& hit, co
     const int shift = min(exponent, 120);
     const float scale = __uint_as_float((127 + shift) << 23);
     if (part == 0 && lane == 0) {
-      // Codes bring 2^-6. Infinity and NaN pass on.
-      factors[row] = most >= 0x7F80 ? __uint_as_float(0x7FC00000u) : __uint_as_float((127 + 6 - shift) << 23);
+      // Infinity and NaN pass on.
+      factors[row] = most >= 0x7F80 ? __uint_as_float(0x7FC00000u) : __uint_as_float((127 - shift) << 23);
     }
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {
       const int piece = (i * share + part) * 32 + lane;
-      if (piece >= pieces) break;
+      if (piece >= (pieces + 15) / 16 * 16) break;  // zeros up to a whole group
       const uint32_t words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
-      uint32_t even[2] = {}, odd[2] = {};  // first parts, second parts
+      uint32_t one[4], two[4];  // first parts, second parts
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float a = __uint_as_float(words[j] << 16) * scale, b = __uint_as_float(words[j] & 0xFFFF0000u) * scale;
-        const uint32_t one = to_e4m3(a, b);
-        const float2 back = from_e4m3(one);
-        const uint32_t two = to_e4m3(a - back.x, b - back.y);
-        even[0] |= (one & 0xFF) << 8 * j, odd[0] |= (one >> 8) << 8 * j;
-        even[1] |= (two & 0xFF) << 8 * j, odd[1] |= (two >> 8) << 8 * j;
+        one[j] = to_e4m3(a, b);
+        const float2 back = from_e4m3(one[j]);
+        two[j] = to_e4m3(a - back.x, b - back.y);
       }
-      const int block = piece >> 2, t = piece & 3, place = 2 * (block & 3), turn = row & 7;
-      uint8_t* target = x_shared + ((block >> 2) * 2 * kN + row) * 128 + 4 * t;
-#pragma unroll
-      for (int p = 0; p < 2; ++p) {
-        *reinterpret_cast<uint32_t*>(target + p * kN * 128 + (place ^ turn) * 16) = even[p];
-        *reinterpret_cast<uint32_t*>(target + p * kN * 128 + ((place + 1) ^ turn) * 16) = odd[p];
-      }
+      const int group = piece >> 4, t = piece >> 2 & 3, place = 2 * (piece & 3), turn = row & 7;
+      uint8_t* target = x_shared + (group * 2 * kN + row) * 128 + 4 * t;
+      auto store = [&](int part, int u, uint32_t word) {
+        *reinterpret_cast<uint32_t*>(target + part * kN * 128 + ((place + u) ^ turn) * 16) = word;
+      };
+      store(0, 0, one[0] | one[1] << 16), store(0, 1, one[2] | one[3] << 16);
+      store(1, 0, two[0] | two[1] << 16), store(1, 1, two[2] | two[3] << 16);
     }
   }
 }
 
-// Write SwiGLU or output rows of a tile. Thread (g, t) of a warp has rows 2g and 2g + 1 of the warp's 16 for tokens
-// 8j + 2t and 8j + 2t + 1; from g = 4 on the odd row comes first.
-template <int kN, bool kGateUp>
-__device__ __forceinline__ void finish_split_tile(const Call& c, const int4& hit, int tile, const float (&d)[kN / 2],
-                                                  const uint16_t* order, const float* factors) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, warp = (threadIdx.x >> 5) & 3;
-  const int row = tile * kTileRows + warp * 16 + 2 * g;
-  const uint32_t bias = *reinterpret_cast<const uint32_t*>(c.bias + static_cast<size_t>(hit.x) * c.rows + row);
-  const float bias_even = __uint_as_float(bias << 16), bias_odd = __uint_as_float(bias & 0xFFFF0000u);
+// Where a thread finds its things in a chunk and among the scales of a tile.
+struct Mine {
+  int row;  // of the tile, the first of its two
+  uint32_t codes;
+  uint32_t forties;  // see expand_word
+
+  __device__ static int row_of(int warp, int lane) {
+    const int g = lane >> 2;
+    return 16 * warp + 2 * ((g & 4) | (g & 1) << 1 | (g >> 1 & 1));
+  }
+  __device__ static Mine of(int warp, int lane, const uint2* tables) {
+    const int t = lane & 3, row = row_of(warp, lane), turn = row & 7;
+    return {row, static_cast<uint32_t>(row * 128 + (t ^ turn) * 16), tables[kTables].x};
+  }
+};
+// Of an address that `Mine` gives: the row after, the second group of a chunk.
+constexpr uint32_t kNextRow = 128 | 16, kSecondGroup = 64;
+
+// What a group of 128 columns is for one thread: operands of four products.
+using Operand = uint32_t[4][4];
+
+// `codes`: the address of this thread's codes; `scales`: those of its block in its two rows.
+template <int kColumns>
+__device__ __forceinline__ void expand(Operand& a, uint32_t codes, const uint8_t* scales, int exponent,
+                                       const uint2* tables, uint32_t forties) {
 #pragma unroll
-  for (int j = 0; j < kN / 8; ++j) {
+  for (int h = 0; h < 2; ++h) {
+    uint32_t words[4];
+    load_codes(words, codes ^ (h * kNextRow));
+    const uint2 table = tables[table_of(scales[h * (kColumns / 32)], exponent)];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int token = 8 * j + 2 * t + i;
-      if (token >= hit.z) continue;
-      const size_t pair = order[hit.y + token];
-      const float first = d[4 * j + i] * factors[token], second = d[4 * j + 2 + i] * factors[token];
-      const float even = (g < 4 ? first : second) + bias_even, odd = (g < 4 ? second : first) + bias_odd;
-      if constexpr (kGateUp) {
-        const float gate = fminf(even, c.limit), up = fminf(fmaxf(odd, -c.limit), c.limit);
-        c.act[pair * (c.rows / 2) + row / 2] = __float2bfloat16(gate / (1.0f + __expf(-c.alpha * gate)) * (up + 1.0f));
-      } else {
-        *reinterpret_cast<float2*>(c.y + pair * c.rows + row) = make_float2(even, odd);
+    for (int v = 0; v < 4; ++v) expand_word(words[v], table, forties, a[v][h], a[v][h + 2]);
+  }
+}
+
+// `x`: the descriptor's lower word of the group's tokens. kAdds false: sums begin here.
+template <int kN, bool kAdds>
+__device__ __forceinline__ void multiply_group(float (&sums)[kN], const Operand& a, uint32_t x) {
+  wgmma_fence();
+  wgmma_e4m3_narrow<2 * kN, kAdds>(sums, a[0], whole_descriptor(x));
+#pragma unroll
+  for (int v = 1; v < 4; ++v) wgmma_e4m3_narrow<2 * kN, true>(sums, a[v], whole_descriptor(x + 2 * v));
+  wgmma_commit();
+}
+
+// A warpgroup's chunks of one tile, from `chunk` on: sums of this thread's two rows, in units of the tile's weights, all
+// signs turned. `x`: the descriptor's lower word of all tokens; `scales`: those of the thread's first row.
+template <int kColumns, class S>
+__device__ __forceinline__ void multiply_tile(float (&d)[S::kN / 2], int chunk, const Ring<S>& ring, Turn<S>& at,
+                                              const Mine& mine, const uint8_t* scales, int exponent, const uint2* tables,
+                                              uint32_t x, int lane) {
+  constexpr int kN = S::kN, kChunks = (kColumns + kChunkColumns - 1) / kChunkColumns;
+  constexpr int kLastGroup = (kColumns + 127) / 128 - 1;
+  constexpr uint32_t kGroupX = 2 * kN * 128 / 16;
+  static_assert(kChunks >= S::kGroups, "each warpgroup has a part of each tile");
+  Operand a[2];
+  float sums[kN];
+  auto add = [&] {
+    wgmma_wait<0>();
+    settle(sums);
+#pragma unroll
+    for (int i = 0; i < kN / 2; ++i) d[i] += sums[i] + sums[i + kN / 2];
+  };
+  auto give_back = [&](int stage) {
+    __syncwarp();
+    mbarrier_arrive_warp(ring.empty + 8 * stage, lane);
+  };
+  auto expand_group = [&](Operand& to, int group) {
+    const uint32_t codes = ring.chunks + at.stage * kChunkBytes + mine.codes;
+    const uint8_t* of_block = scales + chunk * 8 + group * 4 + (lane & 3);
+    expand<kColumns>(to, codes ^ (group * kSecondGroup), of_block, exponent, tables, mine.forties);
+  };
+  mbarrier_wait(ring.full + 8 * at.stage, at.parity);
+  expand_group(a[0], 0);
+  bool is_first = true;
+#pragma unroll 1
+  while (true) {
+    if (!is_first) add();
+    is_first = false;
+    multiply_group<kN, false>(sums, a[0], x + 2 * chunk * kGroupX);
+    expand_group(a[1], 1);  // while the first are multiplied
+    // Codes past the last group are zeros, whatever they are multiplied with.
+    multiply_group<kN, true>(sums, a[1], x + min(2 * chunk + 1, kLastGroup) * kGroupX);
+    chunk += S::kGroups;
+    if (chunk >= kChunks) break;
+    const int before = at.stage;
+    at.advance();
+    mbarrier_wait(ring.full + 8 * at.stage, at.parity);
+    wgmma_wait<1>();
+    give_back(before);  // its codes are in registers, since products of them have begun
+    // HAZARD: codes are loaded after that wait, or they might be expanded into registers that products still read.
+    expand_group(a[0], 0);
+  }
+  add();
+  give_back(at.stage);
+  at.advance();
+}
+
+// Write SwiGLU or output rows `row` and `row` + 1 of the matrix for tokens `token` and `token` + 1, those that are.
+// `d`: both tokens of the first row, of the second, multiples of `unit`; `bias`: of both rows.
+template <bool kGateUp>
+__device__ __forceinline__ void write_rows(const Call& c, const int4& hit, int row, int token, const float4& d, float unit,
+                                           uint32_t bias, const uint16_t* order) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (token + i >= hit.z) break;
+    const size_t pair = order[hit.y + token + i];
+    const float even = (i == 0 ? d.x : d.y) * unit + __uint_as_float(bias << 16);
+    const float odd = (i == 0 ? d.z : d.w) * unit + __uint_as_float(bias & 0xFFFF0000u);
+    if constexpr (kGateUp) {
+      const float gate = fminf(even, c.limit), up = fminf(fmaxf(odd, -c.limit), c.limit);
+      c.act[pair * (c.rows / 2) + row / 2] = __float2bfloat16(gate / (1.0f + __expf(-c.alpha * gate)) * (up + 1.0f));
+    } else {
+      *reinterpret_cast<float2*>(c.y + pair * c.rows + row) = make_float2(even, odd);
+    }
+  }
+}
+
+// A tile of a run.
+struct Tile {
+  int hit, expert, number;
+
+  __device__ static Tile of(int item, const Run& run, const int4* hits) {
+    const int hit = item / run.tiles;
+    return {hit, hits[hit].x, item - hit * run.tiles};
+  }
+  __device__ int exponent(const Call& c, const Run& run) const {
+    return __ldg(c.exponents + static_cast<size_t>(expert) * run.tiles + number);
+  }
+};
+
+// Parts of a tile: [kParts][warpgroup][8 tokens][thread of the warpgroup], each its two rows for two tokens.
+template <class S>
+__device__ __forceinline__ float4* parts_of(uint8_t* shared, const RingLayout& l, int buffer, int group) {
+  return reinterpret_cast<float4*>(shared + l.parts + (buffer * S::kGroups + group) * S::kPartBytes);
+}
+
+// What one warpgroup multiplies: its chunks of the block's tiles.
+template <bool kGateUp, class S, int kColumns>
+__device__ __forceinline__ void multiply_run(const Call& c, const RingLayout& l, uint8_t* shared, const Run& run,
+                                             const int4* hits, const uint16_t* order, int group) {
+  constexpr int kN = S::kN, kGroups = S::kGroups, kChunks = (kColumns + kChunkColumns - 1) / kChunkColumns;
+  const int lane = threadIdx.x & 31;
+  const uint2* tables = reinterpret_cast<const uint2*>(shared + l.own);
+  const Mine mine = Mine::of((threadIdx.x >> 5) & 3, lane, tables);
+  const Ring<S> ring(l, shared);
+  float* factors = reinterpret_cast<float*>(shared + l.own + kTableBytes);
+  const uint8_t* scales = shared + l.scales + mine.row * (kColumns / 32);
+  // Asked for a tile ahead: it comes from memory.
+  auto exponent_of = [&](int item) { return item < run.end ? Tile::of(item, run, hits).exponent(c, run) : 0; };
+  int next_exponent = exponent_of(run.begin);
+  Turn<S> at{group};
+  Cursor<S::kParts> part;
+  Cursor<2> scales_at;
+  int first = group;  // the warpgroup's first chunk of the tile
+  if constexpr (!kGateUp) {
+    wait_for_kernel_before();
+    let_next_kernel_start();
+  }
+  for (int item = run.begin; item < run.end;) {
+    const int number = item / run.tiles, last = min(run.end, (number + 1) * run.tiles);
+    const bool is_first = item == run.begin;
+    split_operand<kN, kGateUp, kGroups * 4>(c, hits[number], order, shared + l.x, factors,
+                                            reinterpret_cast<uint32_t(*)[kMostWarps]>(factors + kN), [&] {
+                                              if (kGateUp && is_first) named_arrive(kBeginBarrier, kGroups * 128 + 32);
+                                            });
+    fence_proxy_async();
+    named_sync(kMultiplyBarrier, kGroups * 128);
+    const uint32_t x = descriptor_low(shared_address(shared + l.x));
+    for (; item < last; ++item) {
+      const int exponent = next_exponent;
+      next_exponent = exponent_of(item + 1);
+      float d[kN / 2] = {};
+      mbarrier_wait(ring.scales_full + 8 * scales_at.stage, scales_at.parity);
+      multiply_tile<kColumns>(d, first, ring, at, mine, scales + scales_at.stage * l.scale_bytes, exponent, tables, x, lane);
+      mbarrier_wait(ring.part_empty + 8 * part.stage, part.parity ^ 1);
+      float4* parts = parts_of<S>(shared, l, part.stage, group) + (threadIdx.x & 127);
+#pragma unroll
+      for (int j = 0; j < kN / 8; ++j) {
+        const float one = factors[8 * j + 2 * (lane & 3)], two = factors[8 * j + 2 * (lane & 3) + 1];
+        parts[j * 128] = make_float4(d[4 * j] * one, d[4 * j + 1] * two, d[4 * j + 2] * one, d[4 * j + 3] * two);
+      }
+      __syncwarp();
+      mbarrier_arrive_warp(ring.part_full + 8 * part.stage, lane);
+      part.advance(), scales_at.advance();
+      first -= kChunks % kGroups;
+      if (first < 0) first += kGroups;
+    }
+  }
+}
+
+// What one warp adds up and writes: its half of every tile of the block.
+template <bool kGateUp, class S>
+__device__ __forceinline__ void finish_run(const Call& c, const RingLayout& l, uint8_t* shared, const Run& run,
+                                           const int4* hits, const uint16_t* order, int finisher) {
+  constexpr int kEach = 4 / kFinishers;  // warps of a warpgroup, whose rows this one has
+  const int lane = threadIdx.x & 31;
+  const Ring<S> ring(l, shared);
+  Cursor<S::kParts> part;
+  for (int item = run.begin; item < run.end; ++item, part.advance()) {
+    const Tile tile = Tile::of(item, run, hits);
+    const int4 hit = hits[tile.hit];
+    const int exponent = tile.exponent(c, run);
+    int row[kEach];
+    uint32_t bias[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      row[i] = tile.number * kTileRows + Mine::row_of(finisher * kEach + i, lane);
+      bias[i] = __ldg(reinterpret_cast<const uint32_t*>(c.bias + static_cast<size_t>(tile.expert) * c.rows + row[i]));
+    }
+    const float unit = __uint_as_float(1u << 31 | exponent << 23);  // all signs were turned
+    mbarrier_wait(ring.part_full + 8 * part.stage, part.parity);
+    for (int j = 0; j < S::kN / 8 && 8 * j < hit.z; ++j) {
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        const int place = j * 128 + (finisher * kEach + i) * 32 + lane;
+        float4 sum = parts_of<S>(shared, l, part.stage, 0)[place];
+#pragma unroll
+        for (int g = 1; g < S::kGroups; ++g) {
+          const float4 v = parts_of<S>(shared, l, part.stage, g)[place];
+          sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+        }
+        write_rows<kGateUp>(c, hit, row[i], 8 * j + 2 * (lane & 3), sum, unit, bias[i], order);
       }
     }
+    __syncwarp();
+    mbarrier_arrive_warp(ring.part_empty + 8 * part.stage, lane);
   }
 }
 
 // Grid: any number of blocks.
-template <bool kGateUp, int kN, int kGroups, int kStages, int kColumns>
-__global__ void __launch_bounds__(kGroups * 128, 1)
+template <bool kGateUp, class S, int kColumns>
+__global__ void __launch_bounds__(S::kThreads, 1)
     e4m3_kernel(const Call c, const __grid_constant__ CUtensorMap codes_map) {
-  constexpr int blocks = kColumns / 32;
-  constexpr int kChunks = (blocks + 7) / 8, kLastSteps = (blocks - 8 * (kChunks - 1)) / 2;
-  static_assert(kColumns % 64 == 0, "a step is two blocks");
+  // What the block is given, 128 for each thread of four warpgroups, in other shares.
+  constexpr int kMultiplyRegisters = 144, kOtherRegisters = 80;
   extern __shared__ __align__(1024) uint8_t shared[];
-  const RingLayout l = e4m3_layout<kN, kGroups, kStages>(c);
+  const RingLayout l = e4m3_layout<S>(c);
   int4* hits = reinterpret_cast<int4*>(shared + l.hits);
   uint16_t* order = reinterpret_cast<uint16_t*>(shared + l.order);
-  int* counts = reinterpret_cast<int*>(shared + l.counts);
-  float* factors = reinterpret_cast<float*>(shared + l.own);
-  const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, g = lane >> 2;
-  // Which warp this is, in a way that shows the compiler that all lanes agree: descriptors then stay in uniform
-  // registers. For the same reason one lane's instructions are predicated and no branch is taken around them.
-  const int whole_warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x >> 5), 0);
-  const int group = whole_warp >> 2;
-  // The issuing warps of the groups are on different schedulers.
-  const bool is_issuer = (whole_warp & 3) == (group & 3), is_first_lane = lane == 0;
-  const uint32_t full = shared_address(shared + l.barriers) + group * kStages * 8;
-
-  const Run run = begin_rings<kGateUp, kN, kGroups, kStages>(c, full, hits, counts, order);
-  Issuer<kGroups, kStages, kColumns> issuer(run, l, shared, group, is_first_lane);
-  auto issue = [&] { issuer.issue(c, codes_map, hits, l.scale_bytes); };
-  if (is_issuer) {
-    for (int s = 0; s < kStages; ++s) issue();
+  // Which warp this is, in a way that shows the compiler that all lanes agree: descriptors then stay in uniform registers.
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x >> 5), 0), group = warp >> 2;
+  const Ring<S> ring(l, shared);
+  store_tables(reinterpret_cast<uint2*>(shared + l.own));
+  if (threadIdx.x == 0) {
+    tma_prefetch_map(&codes_map);
+    ring.init();
+    mbarrier_init_fence();
   }
-
-  // Rows g of the warp's product are even rows of the tile for g < 4 and odd ones after, rows g + 8 the others: eight
-  // rows of a matrix then differ in their swizzle.
-  const int from = lane & 7, matrix = lane >> 3, local = 2 * from + ((from >> 2) ^ (matrix & 1));
-  const uint32_t lane_codes = shared_address(shared) + group * kStages * kChunkBytes + (warp * 16 + local) * 128 +
-                              ((local & 7) ^ (matrix >> 1)) * 16;
-  const int row = warp * 16 + 2 * g;
-  const uint8_t* lane_scales = shared + l.scales + group * 2 * l.scale_bytes + row * blocks;
-  const int first_offset = g < 4 ? 0 : blocks, second_offset = blocks - first_offset;
-
-  bool has_waited = kGateUp;
-  int buffer = 0, stage = 0;
-  uint32_t parity = 0;
-  for (int item = run.begin; item < run.end;) {
-    const int number = item / run.tiles, last = min(run.end, (number + 1) * run.tiles);
-    const int4 h = hits[number];
-    if (!has_waited) {
-      wait_for_kernel_before();
-      let_next_kernel_start();
-      has_waited = true;
+  const Run run = begin_run<kGateUp, S::kN, S::kThreads>(c, hits, reinterpret_cast<int*>(shared + l.counts), order);
+  if (group == S::kGroups) {
+    registers_shrink<kOtherRegisters>();
+    const int role = warp & 3;
+    if (role < kFinishers) {
+      finish_run<kGateUp, S>(c, l, shared, run, hits, order, role);
+    } else if (role == kFinishers && run.begin < run.end) {
+      // Activations are asked for first, or they would wait behind all chunks that a ring holds.
+      if constexpr (kGateUp) named_sync(kBeginBarrier, S::kGroups * 128 + 32);
+      if ((threadIdx.x & 31) == 0) ring.template fill<kColumns>(c, codes_map, hits, run, l.scale_bytes);
     }
-    split_operand<kN, kGateUp, kGroups * 4>(c, h, order, shared + l.x, factors,
-                                            reinterpret_cast<uint32_t(*)[kMostWarps]>(factors + kN));
-    fence_proxy_async();
-    __syncthreads();
-    const uint32_t x_at = descriptor_low(shared_address(shared + l.x));
-    // Items of a run go round the warpgroups whatever the hit.
-    for (int own = item + (group + kGroups - (item - run.begin) % kGroups) % kGroups; own < last; own += kGroups) {
-      const uint8_t* scales = lane_scales + buffer * l.scale_bytes;
-      uint32_t exponents[2][2] = {};  // of the step that is being multiplied: of its two blocks, even rows and odd ones
-      float d[kN / 2] = {};
-      float sums[2][kN / 2];  // of the two blocks of a step
-      uint32_t a[2][2][4];    // while one step is multiplied the next is unpacked
-      // Wait for the products of a step and add them up, times the scales of their blocks.
-      auto add = [&] {
-        wgmma_wait<0>();
-#pragma unroll
-        for (int b = 0; b < 2; ++b) {
-          settle(sums[b]);
-          const float first = __uint_as_float(exponents[b][0] << 23), second = __uint_as_float(exponents[b][1] << 23);
-#pragma unroll
-          for (int i = 0; i < kN / 2; ++i) d[i] += sums[b][i] * (i & 2 ? second : first);
-        }
-      };
-#pragma unroll 1
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
-        mbarrier_wait(full + 8 * stage, parity);
-        const uint32_t source = lane_codes + stage * kChunkBytes;
-        uint4 codes[4];
-#pragma unroll
-        for (int s = 0; s < 4; ++s) codes[s] = load_matrices(source ^ (32 * s));
-        if (++stage == kStages) stage = 0, parity ^= 1;
-        // Once the chunk has arrived in registers it may be filled anew.
-        named_sync_after(1 + group, 128, codes[0].x, codes[1].x, codes[2].x, codes[3].x);
-        if (is_issuer) issue();
-        const bool is_last = chunk == kChunks - 1;
-        const uint32_t x_tile = x_at + chunk * (4 * kN * 128 / 16);
-#pragma unroll
-        for (int s = 0; s < 4; ++s) {
-          if (s >= kLastSteps && is_last) break;
-          uint32_t(&now)[2][4] = a[s & 1];
-          codes_to_e4m3(codes[s].x, now[0][0], now[0][2]);
-          codes_to_e4m3(codes[s].y, now[0][1], now[0][3]);
-          codes_to_e4m3(codes[s].z, now[1][0], now[1][2]);
-          codes_to_e4m3(codes[s].w, now[1][1], now[1][3]);
-          settle_words(now);  // before the wait, not after it
-          if (s > 0 || chunk > 0) add();
-          wgmma_fence();
-#pragma unroll
-          for (int b = 0; b < 2; ++b) {
-            const uint32_t x_block = x_tile + ((s >> 1) * 2 * kN * 128 + (2 * (s & 1) + b) * 32) / 16;
-            wgmma_e4m3_narrow<kN, false>(sums[b], now[b], whole_descriptor(x_block));
-            wgmma_e4m3_narrow<kN, true>(sums[b], now[b], whole_descriptor(x_block + kN * 128 / 16));
-          }
-          wgmma_commit();
-          // Asked for while the products run.
-#pragma unroll
-          for (int b = 0; b < 2; ++b) {
-            exponents[b][0] = scales[2 * s + b + first_offset], exponents[b][1] = scales[2 * s + b + second_offset];
-          }
-        }
-        scales += 8;
-      }
-      add();
-      finish_split_tile<kN, kGateUp>(c, h, own - number * run.tiles, d, order, factors);
-      buffer ^= 1;
-    }
-    item = last;
-  }
-  if constexpr (!kGateUp) {
-    if (!has_waited) {
-      wait_for_kernel_before();
-      let_next_kernel_start();
-    }
+  } else {
+    registers_grow<kMultiplyRegisters>();
+    multiply_run<kGateUp, S, kColumns>(c, l, shared, run, hits, order, group);
   }
 }
 

@@ -20,6 +20,7 @@ from rose.kernels.cases import BF16_OUT, compare
 from rose.kernels.check import Outcome
 from rose.kernels.draw import generator, matrix, normal
 from rose.kernels.moe_experts.cuda_decode_calls import DecodeExperts, Launch
+from rose.kernels.moe_experts.e4m3_weights import with_exponents
 from rose.kernels.moe_experts.reference import swiglu
 from rose.kernels.weights import ExpertWeights
 
@@ -57,11 +58,13 @@ def check_stages(
             wanted += bias_EF.double()[ids_P1[:, 0].clamp(min=0).long()]
             # What gate_up asks of the other matrix is its shape.
             other = matrix("mxfp4", 5, columns, ROWS // 2, source=source)
-            weights = ExpertWeights(
-                gate_up=wide,
-                gate_up_bias_EF=bias_EF,
-                down=other if stage == "gate_up" else wide,
-                down_bias_ED=bias_EF,
+            weights = with_exponents(
+                ExpertWeights(
+                    gate_up=wide,
+                    gate_up_bias_EF=bias_EF,
+                    down=other if stage == "gate_up" else wide,
+                    down_bias_ED=bias_EF,
+                )
             )
             if stage == "gate_up":
                 found = torch.full_like(wanted[:, : ROWS // 2], torch.nan, dtype=torch.bfloat16)
