@@ -47,7 +47,7 @@ def shared_bytes(shape: Launch, num_tokens: int, sizes: Sizes) -> int:
     """Return the shared memory of one block, as `e4m3_layout` of decode_e4m3.cuh has it."""
     columns, parts = max(sizes["D"], sizes["I"]), PARTS[shape.width]
     activations = ceil_div(columns, 128) * shape.width * 256
-    scales = 2 * TILE_ROWS * columns // 32
+    scales = 2 * (TILE_ROWS * columns // 32 + 16)
     ring = shape.stages * CHUNK_BYTES + (shape.stages + parts + 1) * 2 * 8
     sums = parts * shape.warps // 4 * TILE_ROWS * shape.width * 4
     own = 4 * shape.width + OWN_BYTES

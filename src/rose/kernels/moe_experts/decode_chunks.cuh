@@ -20,6 +20,8 @@ namespace rose::moe_decode {
 constexpr int kTileRows = 64;
 constexpr int kChunkBytes = kTileRows * 128;
 constexpr int kChunkColumns = 256;
+// Past the last row's last block a row ends that has none: lanes read there, for codes that are zeros.
+constexpr int kScalePad = 16;
 constexpr int kFinishers = 2;           // warps that add up
 constexpr uint32_t kMultiplyBarrier = 1;  // of all that multiply; 0 is __syncthreads
 constexpr uint32_t kBeginBarrier = 2;     // of these and of the warp that fills the ring
@@ -41,7 +43,7 @@ struct Shape {
 };
 
 struct RingLayout {
-  int x, scale_bytes, scales, parts, barriers, own, counts, hits, order, total;
+  int x, scale_bytes, scale_stride, scales, parts, barriers, own, counts, hits, order, total;
 
   // own_bytes: at `own`, of what only this kernel has.
   template <class S>
@@ -49,8 +51,9 @@ struct RingLayout {
     RingLayout l;
     l.x = S::kStages * kChunkBytes;
     l.scale_bytes = kTileRows * (c.columns / 32);
+    l.scale_stride = l.scale_bytes + kScalePad;
     l.scales = l.x + (c.columns + 127) / 128 * S::kN * 256;
-    l.parts = l.scales + 2 * l.scale_bytes;
+    l.parts = l.scales + 2 * l.scale_stride;
     l.barriers = l.parts + S::kParts * S::kGroups * S::kPartBytes;
     l.own = l.barriers + (S::kStages + S::kParts + 1) * 16;
     l.hits = l.own + (own_bytes + 15) / 16 * 16;
@@ -98,7 +101,7 @@ struct Ring {
   // One thread: all chunks of the block's tiles, each as soon as its place is empty.
   template <int kColumns>
   __device__ __forceinline__ void fill(const Call& c, const CUtensorMap& codes_map, const int4* hits, const Run& run,
-                                       int scale_bytes) const {
+                                       const RingLayout& l) const {
     constexpr int kChunks = (kColumns + kChunkColumns - 1) / kChunkColumns;
     // What has the first chunk of a tile had one of the tile before, or of a later one; stages are asked for in turn, so
     // that everything before it has been multiplied.
@@ -112,9 +115,9 @@ struct Ring {
         const uint32_t barrier = full + 8 * at.stage;
         mbarrier_wait(empty + 8 * at.stage, at.parity ^ 1);
         if (chunk == 0) {
-          mbarrier_arrive_expect(scales_full + 8 * buffer, scale_bytes);
-          bulk_load(scales + buffer * scale_bytes,
-                    static_cast<const uint8_t*>(c.scales) + static_cast<size_t>(row) * (kColumns / 32), scale_bytes,
+          mbarrier_arrive_expect(scales_full + 8 * buffer, l.scale_bytes);
+          bulk_load(scales + buffer * l.scale_stride,
+                    static_cast<const uint8_t*>(c.scales) + static_cast<size_t>(row) * (kColumns / 32), l.scale_bytes,
                     scales_full + 8 * buffer);
         }
         mbarrier_arrive_expect(barrier, kChunkBytes);

@@ -274,7 +274,7 @@ __device__ __forceinline__ void multiply_run(const Call& c, const RingLayout& l,
       next_exponent = exponent_of(item + 1);
       float d[kN / 2] = {};
       mbarrier_wait(ring.scales_full + 8 * scales_at.stage, scales_at.parity);
-      multiply_tile<kColumns>(d, first, ring, at, mine, scales + scales_at.stage * l.scale_bytes, exponent, tables, x, lane);
+      multiply_tile<kColumns>(d, first, ring, at, mine, scales + scales_at.stage * l.scale_stride, exponent, tables, x, lane);
       mbarrier_wait(ring.part_empty + 8 * part.stage, part.parity ^ 1);
       float4* parts = parts_of<S>(shared, l, part.stage, group) + (threadIdx.x & 127);
 #pragma unroll
@@ -358,7 +358,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     } else if (role == kFinishers && run.begin < run.end) {
       // Activations are asked for first, or they would wait behind all chunks that a ring holds.
       if constexpr (kGateUp) named_sync(kBeginBarrier, S::kGroups * 128 + 32);
-      if ((threadIdx.x & 31) == 0) ring.template fill<kColumns>(c, codes_map, hits, run, l.scale_bytes);
+      if ((threadIdx.x & 31) == 0) ring.template fill<kColumns>(c, codes_map, hits, run, l);
     }
   } else {
     registers_grow<kMultiplyRegisters>();
