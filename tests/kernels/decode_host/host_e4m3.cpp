@@ -51,11 +51,11 @@ int run_columns(const Call& call, int blocks) {
 
 template <bool kGateUp>
 int dispatch(const Call& call, int width, int warps, int blocks, bool, void*) {
-  if (width == 8 && warps == 4 && call.stages == 3) return run_columns<kGateUp, Shape<8, 1, 3, 2>>(call, blocks);
-  if (width == 8 && warps == 8 && call.stages == 4) return run_columns<kGateUp, Shape<8, 2, 4, 2>>(call, blocks);
-  if (width == 8 && warps == 12 && call.stages == 6) return run_columns<kGateUp, Shape<8, 3, 6, 2>>(call, blocks);
-  if (width == 16 && warps == 4 && call.stages == 2) return run_columns<kGateUp, Shape<16, 1, 2, 2>>(call, blocks);
-  if (width == 24 && warps == 4 && call.stages == 3) return run_columns<kGateUp, Shape<24, 1, 3, 1>>(call, blocks);
+  if (width == 8 && warps == 4 && call.stages == 3) return run_columns<kGateUp, Shape<8, 1, 3, 2, 2>>(call, blocks);
+  if (width == 8 && warps == 8 && call.stages == 4) return run_columns<kGateUp, Shape<8, 2, 4, 2, 2>>(call, blocks);
+  if (width == 8 && warps == 12 && call.stages == 6) return run_columns<kGateUp, Shape<8, 3, 6, 3, 2>>(call, blocks);
+  if (width == 16 && warps == 4 && call.stages == 2) return run_columns<kGateUp, Shape<16, 1, 2, 2, 2>>(call, blocks);
+  if (width == 24 && warps == 4 && call.stages == 3) return run_columns<kGateUp, Shape<24, 1, 3, 2, 1>>(call, blocks);
   return 1;
 }
 

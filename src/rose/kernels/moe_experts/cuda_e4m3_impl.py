@@ -30,12 +30,12 @@ COLUMNS = 2880
 OWN_BYTES = 272 + 128
 """Beside four for each token of a pass: `e4m3_layout` of decode_e4m3.cuh."""
 EIGHT = Launch(width=8, warps=12, stages=12)
-SIXTEEN = Launch(width=16, warps=12, stages=9)
+SIXTEEN = Launch(width=16, warps=12, stages=12)
 TWENTY_FOUR = Launch(width=24, warps=12, stages=6)
 SHAPES = (EIGHT, SIXTEEN, TWENTY_FOUR)
 """What decode_e4m3_sm90.cu compiles."""
-PARTS = {8: 2, 16: 2, 24: 1}
-"""Width -> buffers of the warpgroups' parts, likewise."""
+SCALES, PARTS = 2, {8: 2, 16: 1, 24: 1}
+"""Buffers of a tile's scales and, by width, of the warpgroups' parts, likewise."""
 MOST_FOR = {5: EIGHT, 12: SIXTEEN}
 """Tokens of an expert, on average, up to which a shape is the fastest."""
 
@@ -45,10 +45,11 @@ EXPERTS = DecodeExperts(LIBRARY)
 
 def shared_bytes(shape: Launch, num_tokens: int, sizes: Sizes) -> int:
     """Return the shared memory of one block, as `e4m3_layout` of decode_e4m3.cuh has it."""
-    columns, parts = max(sizes["D"], sizes["I"]), PARTS[shape.width]
+    columns = max(sizes["D"], sizes["I"])
+    parts = PARTS[shape.width]
     activations = ceil_div(columns, 128) * shape.width * 256
-    scales = 2 * (TILE_ROWS * columns // 32 + 16)
-    ring = shape.stages * CHUNK_BYTES + (shape.stages + parts + 1) * 2 * 8
+    scales = SCALES * (TILE_ROWS * columns // 32 + 16)
+    ring = shape.stages * CHUNK_BYTES + ceil_div(2 * (shape.stages + parts) + SCALES, 2) * 16
     sums = parts * shape.warps // 4 * TILE_ROWS * shape.width * 4
     own = 4 * shape.width + OWN_BYTES
     return activations + scales + ring + sums + own + list_bytes(shape.width, num_tokens, sizes)

@@ -3,7 +3,7 @@
 //
 // A tile is 64 rows of one expert's matrix, a chunk 64 rows by 256 columns (128 bytes of codes, swizzled). Tiles are dealt
 // out to blocks in contiguous runs; the warpgroups that multiply share out the chunks of each tile, one after the other,
-// so that a block works at one tile at a time: it ends with its last tile, and needs the scales of two tiles at most. One
+// so that a block works at one tile at a time, ends with its last tile, and needs the scales of few. One
 // warp of a further warpgroup fills the ring by the tensor copy engine, ahead across tiles and experts; two add up the
 // warpgroups' parts of a tile and write the result. A tile's scales come to a place of their own, with a barrier of their
 // own: all warpgroups wait for them, and only one for each chunk.
@@ -30,10 +30,10 @@ constexpr uint32_t kBeginBarrier = 2;     // of these and of the warp that fills
 template <int kGroups>
 constexpr int kRingThreads = kGroups * 128 + 128;
 
-// kParts: buffers of the parts of a tile.
-template <int kN_, int kGroups_, int kStages_, int kParts_>
+// kScales: buffers of the scales of a tile; kParts: of its parts.
+template <int kN_, int kGroups_, int kStages_, int kScales_, int kParts_>
 struct Shape {
-  static constexpr int kN = kN_, kGroups = kGroups_, kStages = kStages_, kParts = kParts_;
+  static constexpr int kN = kN_, kGroups = kGroups_, kStages = kStages_, kScales = kScales_, kParts = kParts_;
   static constexpr int kThreads = kRingThreads<kGroups>;
   static constexpr int kPartBytes = kTileRows * kN * 4;  // of one warpgroup
   // Or a warpgroup that is ahead would ask for a round of a stage whose round before, of another one, has not come, and
@@ -53,9 +53,9 @@ struct RingLayout {
     l.scale_bytes = kTileRows * (c.columns / 32);
     l.scale_stride = l.scale_bytes + kScalePad;
     l.scales = l.x + (c.columns + 127) / 128 * S::kN * 256;
-    l.parts = l.scales + 2 * l.scale_stride;
+    l.parts = l.scales + S::kScales * l.scale_stride;
     l.barriers = l.parts + S::kParts * S::kGroups * S::kPartBytes;
-    l.own = l.barriers + (S::kStages + S::kParts + 1) * 16;
+    l.own = l.barriers + ((S::kStages + S::kParts) * 2 + S::kScales + 1) / 2 * 16;
     l.hits = l.own + (own_bytes + 15) / 16 * 16;
     int most = (c.pairs < c.experts ? c.pairs : c.experts) + c.pairs / S::kN + 1;
     l.counts = l.hits + most * 16;
@@ -95,7 +95,7 @@ struct Ring {
       mbarrier_init(part_full + 8 * s, S::kGroups * 4 * kWarpArrivals);
       mbarrier_init(part_empty + 8 * s, kFinishers * kWarpArrivals);
     }
-    for (int s = 0; s < 2; ++s) mbarrier_init(scales_full + 8 * s, 1);
+    for (int s = 0; s < S::kScales; ++s) mbarrier_init(scales_full + 8 * s, 1);
   }
 
   // One thread: all chunks of the block's tiles, each as soon as its place is empty.
@@ -103,22 +103,22 @@ struct Ring {
   __device__ __forceinline__ void fill(const Call& c, const CUtensorMap& codes_map, const int4* hits, const Run& run,
                                        const RingLayout& l) const {
     constexpr int kChunks = (kColumns + kChunkColumns - 1) / kChunkColumns;
-    // What has the first chunk of a tile had one of the tile before, or of a later one; stages are asked for in turn, so
-    // that everything before it has been multiplied.
-    static_assert(S::kStages <= kChunks, "two buffers of scales last while a ring is no longer than a tile");
+    // Where the first chunk of a tile goes there was one of at most kScales - 1 tiles before; stages are asked for in turn,
+    // so that everything before that one has been multiplied.
+    static_assert(S::kStages <= (S::kScales - 1) * kChunks, "a tile's scales last until it has been multiplied");
     Cursor<S::kStages> at;
-    int buffer = 0;
-    for (int item = run.begin; item < run.end; ++item, buffer ^= 1) {
+    Cursor<S::kScales> scale;
+    for (int item = run.begin; item < run.end; ++item, scale.advance()) {
       const int number = item / run.tiles;
       const int row = hits[number].x * c.rows + (item - number * run.tiles) * kTileRows;
       for (int chunk = 0; chunk < kChunks; ++chunk, at.advance()) {
         const uint32_t barrier = full + 8 * at.stage;
         mbarrier_wait(empty + 8 * at.stage, at.parity ^ 1);
         if (chunk == 0) {
-          mbarrier_arrive_expect(scales_full + 8 * buffer, l.scale_bytes);
-          bulk_load(scales + buffer * l.scale_stride,
+          mbarrier_arrive_expect(scales_full + 8 * scale.stage, l.scale_bytes);
+          bulk_load(scales + scale.stage * l.scale_stride,
                     static_cast<const uint8_t*>(c.scales) + static_cast<size_t>(row) * (kColumns / 32), l.scale_bytes,
-                    scales_full + 8 * buffer);
+                    scales_full + 8 * scale.stage);
         }
         mbarrier_arrive_expect(barrier, kChunkBytes);
         tma_load_2d(chunks + at.stage * kChunkBytes, &codes_map, barrier, chunk * 128, row);

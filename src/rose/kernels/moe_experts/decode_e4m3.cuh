@@ -253,7 +253,7 @@ __device__ __forceinline__ void multiply_run(const Call& c, const RingLayout& l,
   int next_exponent = exponent_of(run.begin);
   Turn<S> at{group};
   Cursor<S::kParts> part;
-  Cursor<2> scales_at;
+  Cursor<S::kScales> scales_at;
   int first = group;  // the warpgroup's first chunk of the tile
   if constexpr (!kGateUp) {
     wait_for_kernel_before();

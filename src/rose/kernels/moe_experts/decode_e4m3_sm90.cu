@@ -18,13 +18,18 @@ cudaError_t start(const Call& call, int blocks, bool is_dependent, cudaStream_t 
 template <bool kGateUp>
 cudaError_t dispatch(const Call& call, int width, int warps, int blocks, bool is_dependent, cudaStream_t stream) {
   if (call.columns != kColumns || call.is_fp8 || warps != 12) return cudaErrorInvalidValue;
-#define ROSE_CASE(n, s, p)                                                    \
-  if (width == n && call.stages == s) {                                       \
-    return start<kGateUp, Shape<n, 3, s, p>>(call, blocks, is_dependent, stream); \
+#define ROSE_CASE(n, s, scales, parts)                                                        \
+  if (width == n && call.stages == s) {                                                       \
+    return start<kGateUp, Shape<n, 3, s, scales, parts>>(call, blocks, is_dependent, stream); \
   }
-  ROSE_CASE(8, 12, 2)
-  ROSE_CASE(16, 9, 2)
-  ROSE_CASE(24, 6, 1)
+  ROSE_CASE(8, 12, 2, 2)
+  ROSE_CASE(16, 12, 2, 1)
+  ROSE_CASE(24, 6, 2, 1)
+#ifdef ROSE_TRIAL
+  ROSE_CASE(8, 9, 2, 2)
+  ROSE_CASE(8, 6, 2, 2)
+  ROSE_CASE(16, 9, 2, 2)
+#endif
 #undef ROSE_CASE
   return cudaErrorInvalidValue;
 }

@@ -280,6 +280,7 @@ struct Row {
     Edge edge = {key_of(top), 0, 0, 0, 0.0};
     const float floor_x = value_of(floor);
     uint32_t low = floor, high = edge.key, high_before = ~0u;
+    __syncthreads();  // nobody reads the bins of a descent before
     for (int level = 0;; ++level) {
       const int shift = level == 0 ? 0 : max(0, 32 - kBinBits - __clz(high - low));
       for (int i = threadIdx.x; i < kBins; i += kThreads) s.bins[i] = 0;
@@ -441,7 +442,9 @@ struct Row {
       before += __popc(mask);
     }
     __syncthreads();
-    return s.cutoff;
+    const int found = s.cutoff;
+    __syncthreads();  // all have it: it may be written for all blocks
+    return found;
   }
 
   static constexpr int kBinBits = 10;
