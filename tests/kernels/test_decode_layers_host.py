@@ -44,9 +44,13 @@ def host(tmp_path_factory) -> ctypes.CDLL:
     # The stand-ins come last and take the place of what they stand for.
     for path in (
         kernels.parent / "moe_experts/decode_call.cuh",
+        kernels.parent / "moe_experts/expand_word.cuh",
         *kernels.glob("*.cuh"),
+        HERE / "cuda_model/permute_ptx.cuh",
         HERE / "decode_host/launch.cuh",
         HERE / "decode_host/products.cuh",
+        HERE / "decode_host/wgmma.cuh",
+        HERE / "decode_host/decode_e4m3_ptx.cuh",
         *(HERE / "layers_host").iterdir(),
     ):
         (folder / path.name).write_text(path.read_text().replace("../moe_experts/", ""))

@@ -1,6 +1,7 @@
-// prefill_ptx.cuh, and the functions in assembly of prefill_tiles.cuh and prefill_permute.cuh, on the model.
+// prefill_ptx.cuh, and the functions in assembly of prefill_tiles.cuh, on the model.
 #pragma once
 
+#include "permute_ptx.cuh"
 #include "wgmma_fp8.cuh"
 
 namespace rose::moe {
@@ -44,17 +45,5 @@ inline uint32_t pack_half(float low, float high) {
 }
 
 inline int thread_again() { return int(threadIdx.x); }
-
-inline uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selectors) {
-  const uint64_t source = uint64_t(high) << 32 | low;
-  uint32_t out = 0;
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t selector = selectors >> 4 * i & 15;
-    uint32_t byte = source >> 8 * (selector & 7) & 255;
-    if (selector & 8) byte = byte & 128 ? 255 : 0;
-    out |= byte << 8 * i;
-  }
-  return out;
-}
 
 }  // namespace rose::moe

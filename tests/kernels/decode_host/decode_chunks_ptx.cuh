@@ -14,8 +14,8 @@ struct CUtensorMap {
 
 namespace rose::moe_decode {
 
-inline uint32_t descriptor_low(uint32_t address) { return descriptor_swizzle128(address) / 16; }
-inline uint64_t whole_descriptor(uint32_t low) { return uint64_t(low) * 16; }
+inline uint32_t descriptor_low(uint32_t address) { return uint32_t(descriptor_swizzle128(address)) / 16; }
+inline uint64_t whole_descriptor(uint32_t low) { return low * 16 | uint64_t(1024) << 32; }
 
 inline void tma_prefetch_map(const CUtensorMap*) {}
 inline void tma_load_2d(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y) {

@@ -1,14 +1,14 @@
 // The functions of moe_experts/decode_e4m3_ptx.cuh on a CPU.
 #pragma once
 
-#include "decode_chunks_ptx.cuh"
+#include "wgmma.cuh"
 
 namespace rose::moe_decode {
 
 template <int kWords>
 void load_codes(uint32_t (&v)[kWords], uint32_t address) {
   if (address % (4 * kWords)) std::abort();
-  std::memcpy(v, shared + address, 4 * kWords);
+  std::memcpy(v, place(address), 4 * kWords);
 }
 
 inline uint32_t larger_magnitudes(uint32_t a, uint32_t b) {
@@ -71,9 +71,9 @@ void wgmma_e4m3_narrow(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b) {
     if (!kAdds) d[i] = 0;
     for (int k = 0; k < 32; ++k) {
       const uint32_t word = w.slots[4 * g + (k % 16) / 4][half + 2 * (k / 16)];
-      uint64_t address = b + column * 128 + k;
+      uint32_t address = uint32_t(b) + column / 8 * uint32_t(b >> 32) + column % 8 * 128 + k;
       address ^= ((address >> 7) & 7) << 4;
-      d[i] += value_of_e4m3(word >> 8 * (k % 4) & 0xFF) * value_of_e4m3(shared[address]);
+      d[i] += value_of_e4m3(word >> 8 * (k % 4) & 0xFF) * value_of_e4m3(*place(address));
     }
   }
   w.step.arrive_and_wait();

@@ -23,6 +23,7 @@ inline std::map<uint32_t, Barrier> barriers;
 inline uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(static_cast<const uint8_t*>(p) - moe_decode::shared);
 }
+inline uint8_t* place(uint32_t address) { return moe_decode::shared + address; }
 inline void settle(Barrier& b) {
   if (b.arrived != b.wanted || b.pending_bytes != 0) return;
   b.arrived = 0, ++b.phase;

@@ -1,4 +1,5 @@
-// What decode_e4m3.cuh uses of cuda_common/wgmma.cuh on a CPU: products are done at once, nothing is waited for.
+// What kernels of decode use of cuda_common/wgmma.cuh on a CPU: products are done at once, nothing is waited for. A
+// descriptor is an address, and in its upper word how far the next eight columns lie.
 #pragma once
 
 #include "decode_ptx.cuh"
@@ -7,7 +8,7 @@ namespace rose {
 
 inline uint64_t descriptor_swizzle128(uint32_t address) {
   if (address % 1024) std::abort();
-  return address;
+  return address | uint64_t(1024) << 32;
 }
 inline uint64_t advance(uint64_t descriptor, int bytes) { return descriptor + bytes; }
 inline void wgmma_fence() {}

@@ -1,7 +1,7 @@
 // The functions of decode_layers/layers_ptx.cuh on a CPU.
 #pragma once
 
-#include "decode_ptx.cuh"
+#include "decode_e4m3_ptx.cuh"
 
 namespace rose::layers {
 
@@ -46,8 +46,31 @@ inline uint32_t warp_min(uint32_t v) {
   const auto all = gather(v);
   return *std::min_element(all.begin(), all.end());
 }
+inline uint32_t shuffle_xor(uint32_t v, int d) { return exchange(v, (threadIdx.x & 31) ^ d); }
 inline float shuffle_xor(float v, int d) { return exchange(v, (threadIdx.x & 31) ^ d); }
 inline float shuffle(float v, int from) { return exchange(v, from); }
+inline uint32_t place_of_operand(uint32_t address) {
+  if (address % 1024) std::abort();
+  return address / 16;
+}
+template <int kStride>
+uint64_t operand(uint32_t place) {
+  return place * 16 | uint64_t(kStride) << 32;
+}
+struct Split {
+  uint32_t nearest, rest;
+};
+inline Split split_e4m3(float a, float b) {
+  const uint32_t nearest = moe_decode::to_e4m3(a, b);
+  const float2 back = moe_decode::from_e4m3(nearest);
+  return {nearest, moe_decode::to_e4m3(a - back.x, b - back.y)};
+}
+inline uint32_t larger_halves(uint32_t a, uint32_t b) {
+  return std::max(a & 0xFFFF, b & 0xFFFF) | std::max(a >> 16, b >> 16) << 16;
+}
+inline uint32_t smaller_halves(uint32_t a, uint32_t b) {
+  return std::min(a & 0xFFFF, b & 0xFFFF) | std::min(a >> 16, b >> 16) << 16;
+}
 inline uint64_t read_once() { return 0; }
 inline void bulk_load_once(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier, uint64_t) {
   moe_decode::bulk_load(to, from, bytes, barrier);

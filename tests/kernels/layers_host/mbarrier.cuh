@@ -69,6 +69,7 @@ inline void mbarrier_wait(uint32_t address, uint32_t parity) {
   b.ended->wait(lock, [&] { return (b.phase & 1) != static_cast<int>(parity); });
 }
 inline void named_sync(uint32_t id, uint32_t threads) { block->named_barrier(id, threads).arrive_and_wait(); }
+inline void fence_proxy_async() {}
 template <int kRegisters>
 void registers_grow() {}
 template <int kRegisters>

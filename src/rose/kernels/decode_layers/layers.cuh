@@ -15,7 +15,8 @@ struct Multiply {
 
   Block<P>& block;
   int item = 0;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  // In a way that shows the compiler that all lanes agree.
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x >> 5), 0), lane = threadIdx.x & 31;
   const int team = warp / P::kTeamWarps, team_warp = warp % P::kTeamWarps;
   Turn<P> turn{team};
 
@@ -23,6 +24,7 @@ struct Multiply {
   // passes.
   struct Norm {
     static constexpr int kChunks = P::kHidden / 8, kSteps = P::steps(kChunks);
+    static_assert(kSteps == P::steps(P::kHiddenChunks));
     float4 weights[kSteps][2] = {};
 
     // Asks for the weights; nothing here depends on the step.
@@ -38,7 +40,7 @@ struct Multiply {
 
   // `row`: the stream, in the exchange if `is_received`. Before all threads have normalised, `take(i, x)` is given what
   // this one has, then `keep()` is called.
-  template <bool kIsFourBit, class Take, class Keep>
+  template <bool kIsSplit, class Take, class Keep>
   __device__ void normalise(const Norm& norm, const uint4* row, bool is_received, Take take, Keep keep) const {
     uint4 x[Norm::kSteps] = {};
     if (is_received) {
@@ -49,7 +51,7 @@ struct Multiply {
         if (Block<P>::place(i) < Norm::kChunks) x[i] = __ldcg(row + Block<P>::place(i));
       }
     }
-    float squares = 0;
+    float squares = 0, largest = 0;
 #pragma unroll
     for (int i = 0; i < Norm::kSteps; ++i) {
       if (Block<P>::place(i) >= Norm::kChunks) break;
@@ -57,19 +59,31 @@ struct Multiply {
       for (int j = 0; j < 4; ++j) {
         const float a = low(moe_decode::word(x[i], j)), b = high(moe_decode::word(x[i], j));
         squares += a * a + b * b;
+        const float4& weights = norm.weights[i][j / 2];
+        const float first = a * (j % 2 == 0 ? weights.x : weights.z), second = b * (j % 2 == 0 ? weights.y : weights.w);
+        if (kIsSplit) largest = fmaxf(largest, fmaxf(fabsf(first), fabsf(second)));
       }
     }
 #pragma unroll
     for (int d = 16; d > 0; d /= 2) squares += shuffle_xor(squares, d);
     if (lane == 0) block.small.squares[warp] = squares;
+    if constexpr (kIsSplit) keep_largest(warp, __float_as_uint(largest));
     Block<P>::sync_multiplying();
     float sum = 0;
 #pragma unroll
     for (int w = 0; w < P::kWarps; ++w) sum += block.small.squares[w];
     const float scale = rsqrtf(sum * (1.0f / P::kHidden) + block.call.eps);
+    uint32_t token_scale = 0;
+    if constexpr (kIsSplit) {
+      // Up to the rounding to bf16. Where the stream has what is no number, so has `scale`.
+      const TokenScale token(__float_as_uint(__uint_as_float(largest_of<P::kWarps>(0)) * scale));
+      token_scale = token.scale;
+      if (threadIdx.x == 0) block.small.up_factor = token.factor;
+    }
 #pragma unroll
     for (int i = 0; i < Norm::kSteps; ++i) {
-      if (Block<P>::place(i) >= Norm::kChunks) break;
+      // Past the last column: zeros, to the end of the last atom.
+      if (Block<P>::place(i) >= (kIsSplit ? P::kHiddenChunks : Norm::kChunks)) break;
       const float4 a = norm.weights[i][0], b = norm.weights[i][1];
       uint4 y;
       y.x = pack_bf16(low(x[i].x) * scale * a.x, high(x[i].x) * scale * a.y);
@@ -77,47 +91,81 @@ struct Multiply {
       y.z = pack_bf16(low(x[i].z) * scale * b.x, high(x[i].z) * scale * b.y);
       y.w = pack_bf16(low(x[i].w) * scale * b.z, high(x[i].w) * scale * b.w);
       uint8_t* to = block.activations();
-      if constexpr (kIsFourBit) {
-        *reinterpret_cast<uint4*>(to + four_bit_place(Block<P>::place(i))) = four_bit_order(y);
+      if constexpr (kIsSplit) {
+        put_split(to, Block<P>::place(i), y, token_scale);
       } else {
         *reinterpret_cast<uint4*>(to + Block<P>::place(i) * 16) = y;
       }
       take(i, y);
     }
     keep();
+    if (kIsSplit) fence_proxy_async();
     Block<P>::sync_multiplying();
   }
 
-  // kChunks chunks of eight numbers that other blocks write, one to a thread in turn. kInOrder: see load_in_order.
-  template <int kChunks, bool kInOrder = false, int kSteps>
-  __device__ static void receive_row(uint4 (&x)[kSteps], const uint4* row) {
-    static_assert(kSteps == P::steps(kChunks));
-    Block<P>::receive(x, [](int s) { return Block<P>::place(s) < kChunks; }, [&](int s) {
-      const uint4* chunk = row + Block<P>::place(s);
-      return kInOrder ? load_in_order(chunk) : load_shared_by_all(chunk);
-    });
+  // The largest magnitude of what this warp has, to place `number`; then that of kCount places, from `first` on.
+  __device__ void keep_largest(int number, uint32_t magnitude) const {
+    magnitude = warp_max(magnitude);
+    if (lane == 0) block.small.largest[number] = magnitude;
+  }
+  template <int kCount>
+  __device__ uint32_t largest_of(int first) const {
+    static_assert(kCount <= 32);
+    return warp_max(lane < kCount ? block.small.largest[first + lane] : 0);
   }
 
-  // Rows of activations from the exchange to shared memory.
-  template <int kRows, int kColumns, bool kIsFourBit, bool kInOrder>
-  __device__ void receive_rows(const uint4* rows) const {
-    constexpr int kRow = kIsFourBit ? P::four_bit_row(kColumns) : kColumns * 2 + kPad;
-    constexpr int kChunks = kColumns / 8, kTotal = kRows * kChunks;
-    constexpr int kSteps = P::steps(kTotal);
+  // kChunks chunks of eight numbers that other blocks write, one to a thread in turn.
+  template <int kChunks, int kSteps>
+  __device__ static void receive_row(uint4 (&x)[kSteps], const uint4* row) {
+    static_assert(kSteps == P::steps(kChunks));
+    Block<P>::receive(x, [](int s) { return Block<P>::place(s) < kChunks; },
+                      [&](int s) { return load_shared_by_all(row + Block<P>::place(s)); });
+  }
+
+  // What has been attended to, from the exchange to shared memory.
+  __device__ void receive_attended(int l) const {
+    constexpr int kChunks = P::kAttended / 8, kSteps = P::steps(kChunks);
     uint4 x[kSteps];
-    receive_row<kTotal, kInOrder>(x, rows);
+    receive_row<kChunks>(x, block.template exchange<const uint4>(l, Exchange::kAttended));
     Block<P>::sync_multiplying();  // nobody needs what lies there
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
-      const int i = s * P::kMultiplying + threadIdx.x, row = i / kChunks, chunk = i % kChunks;
-      if (i >= kTotal) break;
-      uint8_t* to = block.activations() + row * kRow;
-      if constexpr (kIsFourBit) {
-        *reinterpret_cast<uint4*>(to + four_bit_place(chunk)) = four_bit_order(x[s]);
-      } else {
-        *reinterpret_cast<uint4*>(to + chunk * 16) = x[s];
-      }
+      if (Block<P>::place(s) >= kChunks) break;
+      *reinterpret_cast<uint4*>(block.activations() + Block<P>::place(s) * 16) = x[s];
     }
+    Block<P>::sync_multiplying();
+  }
+
+  // The SwiGLUs of all chosen experts likewise. Whatever other blocks did before they sent theirs is behind us from here
+  // on (load_in_order): see Finish::clear.
+  __device__ void receive_swiglus(int l) const {
+    constexpr int kChunks = P::kInner / 8, kPadded = P::kInnerChunks;
+    constexpr int kSteps = P::steps(kChosen * kPadded), kRowWarps = kPadded / 32;
+    auto row_of = [](int s) { return Block<P>::place(s) / kPadded; };
+    auto chunk_of = [](int s) { return Block<P>::place(s) % kPadded; };
+    const uint4* rows = block.template exchange<const uint4>(l, Exchange::kAct);
+    uint4 x[kSteps];
+    Block<P>::receive(x, [&](int s) { return row_of(s) < kChosen && chunk_of(s) < kChunks; },
+                      [&](int s) { return load_in_order(rows + row_of(s) * kChunks + chunk_of(s)); });
+    // All chunks of a warp in a step are of one row.
+    static_assert(kPadded % 32 == 0);
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      using moe_decode::larger_magnitudes;
+      const uint32_t both =
+          larger_magnitudes(larger_magnitudes(x[s].x, x[s].y), larger_magnitudes(x[s].z, x[s].w));
+      keep_largest(s * P::kWarps + warp, larger_halves(both, both >> 16) & 0x7FFF);
+    }
+    Block<P>::sync_multiplying();  // nobody needs what lies there
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      const int row = row_of(s);
+      if (row >= kChosen) break;
+      const TokenScale token(largest_of<kRowWarps>(row * kRowWarps) << 16);
+      if (chunk_of(s) == 0) block.small.down_factors[row] = token.factor;
+      put_split(block.activations(), Block<P>::place(s), x[s], token.scale);
+    }
+    fence_proxy_async();
     Block<P>::sync_multiplying();
   }
 
@@ -147,34 +195,27 @@ struct Multiply {
     item += count;
   }
 
-  struct Product {
-    float acc[4] = {};
-  };
-
   // Items of gate_up: `first` is that of the block among all of the phase. Of down: `first` is -1. One code for both where
   // their columns are as many: instructions that are in the cache already.
   template <int kColumns>
   __device__ void multiply_experts(int first, int count) {
+    const bool is_up = first >= 0;
 #pragma unroll 1
     for (int i = first_own(); i < count; i += kTeams) {
-      // Of gate_up all have the token; of down, the two experts of an item have an activation each.
-      const int k = first >= 0 ? 0 : i % (kChosen / 2) * 2 + (lane >> 2 & 1);
-      const uint8_t* token = block.activations() + k * P::kDownRow;
+      // Of gate_up both tiles have the token; of down, the two experts of an item have one each.
+      const uint32_t tokens = shared_address(block.activations()) + (is_up ? 0 : i % (kChosen / 2) * 4 * P::padded(kColumns));
       take(
           [&](const uint8_t* stage) {
-            Product product;
-            multiply_tiles<kColumns, P::kTeamWarps>(product.acc, stage, token, team_warp);
-            return product;
+            return TileProduct<P, kColumns>(stage, block.small.tables, tokens, !is_up, team_warp);
           },
-          [](float* parts, const Product& product) { put_tiles(parts, product.acc); });
+          [&](float* parts, const auto& product) { product.put(parts, team_warp); });
     }
     item += count;
   }
 
-  // The SwiGLU of all blocks. Whatever other blocks did before they sent it is behind us from here on: see Finish::clear.
   __device__ void begin_down(int l) const {
     block.mark(l, kUpDone);
-    receive_rows<kChosen, P::kInner, true, true>(block.template exchange<const uint4>(l, Exchange::kAct));
+    receive_swiglus(l);
     block.mark(l, kUpThere);
   }
 
@@ -210,7 +251,7 @@ struct Multiply {
         if (attention.is_active()) attention.run(take_units);
       }
       block.mark(l, kAttentionDone);
-      receive_rows<1, P::kAttended, false, false>(block.template exchange<const uint4>(l, Exchange::kAttended));
+      receive_attended(l);
       block.mark(l, kAttentionThere);
       multiply_rows<P::kOutItemRows, P::kAttended>(P::kOutItems);
       block.mark(l, kOutDone);
@@ -265,6 +306,7 @@ __global__ void __launch_bounds__(P::kThreads, 1) layers_kernel(const __grid_con
     mbarrier_init(shared_address(&small.routed), kWarpArrivals);
     mbarrier_init_fence();
   }
+  store_tables(small.tables);
   __syncthreads();
   if (warp >= P::kWarps) {
     registers_shrink<P::kOtherRegisters>();

@@ -53,7 +53,7 @@ struct Block {
   __device__ explicit Block(const Call& c)
       : call(c), shared(shared_memory()), small(*reinterpret_cast<Small*>(shared_memory() + P::kSmallAt)) {}
 
-  __device__ uint8_t* stage(int number) const { return shared + number * P::kStageBytes; }
+  __device__ uint8_t* stage(int number) const { return shared + P::kStagesAt + number * P::kStageBytes; }
   __device__ uint32_t full(int number) const { return shared_address(&small.full[number]); }
   __device__ uint32_t empty(int number) const { return shared_address(&small.empty[number]); }
   __device__ uint32_t part_full(int team, int buffer) const { return shared_address(&small.part_full[team][buffer]); }
@@ -62,7 +62,7 @@ struct Block {
   __device__ float* parts(int team, int buffer) const {
     return reinterpret_cast<float*>(shared + P::kPartsAt) + (team * kParts + buffer) * P::kTeamWarps * 16;
   }
-  __device__ uint8_t* activations() const { return shared + P::kActivationsAt; }
+  __device__ uint8_t* activations() const { return shared; }
 
   // How many blocks have left the launches before, and so, how many layers came before.
   __device__ uint64_t* launches() const { return reinterpret_cast<uint64_t*>(call.workspace); }

@@ -1,20 +1,24 @@
 // Products of one item of the ring: a warp's share of its columns, for all rows.
 //
-// Weights are operand A of mma.m16n8k16 (16 rows), activations are operand B (8 columns); columns inside a product may
-// come in any order, as long as both operands have the same one. One column would do for one token. So the others take
-// what has other activations: the quarters of rows of bf16, each with its quarter of the token, and the tile of another
-// expert, with that expert's token. Of a row's products with all columns, the one with its own counts.
+// Weights are operand A, activations are operand B; columns inside a product may come in any order, as long as both
+// operands have the same one. One column of B would do for one token. So the others take what has other activations: the
+// quarters of rows of bf16, each with its quarter of the token (mma.m16n8k16); of mxfp4 the parts of the token in which
+// four warps multiply, and the token of the tile of another expert (wgmma.m64n16k32). Of a row's products with all
+// columns, those with its own count.
 //
 // A warp's part of an item has 16 numbers, one for each row (of both tiles).
 #pragma once
 
-#include "layers_plan.cuh"
-#include "layers_ptx.cuh"
+#include "../moe_experts/decode_e4m3_ptx.cuh"
+#include "../moe_experts/expand_word.cuh"
+#include "layers_block.cuh"
+#include "wgmma.cuh"
 
 namespace rose::layers {
 
 using moe_decode::mma;
-using moe_decode::unpack_e2m1;
+using moe_decode::multiply;
+using moe_decode::to_e4m3;
 using moe_decode::word;
 
 // A warp's columns of rows of bf16, `kColumns` * 2 + kPad bytes apart. Row 4 q + r of the product is quarter q of row r,
@@ -77,53 +81,116 @@ __device__ __forceinline__ void put_rows(float* parts, float sum) {
   if ((lane & 19) == 0) parts[lane >> 2] = sum;
 }
 
-// Two tiles of mxfp4. Row g of the product is of the first, row g + 8 of the second; even columns are the activations of
-// the first, odd ones of the second. `token`: those of this lane's column.
-template <int kColumns, int kTeamWarps>
-__device__ __forceinline__ void multiply_tiles(float (&acc)[4], const uint8_t* stage, const uint8_t* token, int warp) {
-  constexpr int kBlocks = kColumns / 32;
-  constexpr int kTileCodes = kTileRows * kColumns / 2, kTileScales = kTileRows * kBlocks;
-  const int lane = threadIdx.x & 31, t = lane & 3, row = tile_row(lane >> 2), turn = (t >> 1) & 1;
-  const uint8_t* codes = stage + row * (kColumns / 2);
-  const uint8_t* scales = stage + 2 * kTileCodes + row * kBlocks;
-  float more[4] = {};
-  // Steps are no straight line of code: every phase begins with instructions that have to be fetched.
-#pragma unroll 1
-  for (int s = warp; 4 * s < kBlocks; s += kTeamWarps) {
-    const int block = 4 * s + t, place = min(block, kBlocks - 1);
-    const uint4 low = *reinterpret_cast<const uint4*>(codes + place * 16);
-    const uint4 high = *reinterpret_cast<const uint4*>(codes + kTileCodes + place * 16);
-    // Past the last block: its codes once more, times zero.
-    const uint32_t scale_low = block < kBlocks ? scales[place] * 0x800080u + 0x1F001F00u : 0;
-    const uint32_t scale_high = block < kBlocks ? scales[kTileScales + place] * 0x800080u + 0x1F001F00u : 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      uint32_t a[4], b[4];
-      unpack_e2m1(word(low, i), scale_low, a);
-      unpack_e2m1(word(high, i), scale_high, b);
-      const uint4 x = *reinterpret_cast<const uint4*>(token + place * 64 + ((i ^ turn) * 16));
-      mma(acc, a[0], b[0], a[1], b[1], x.x, x.y);
-      mma(more, a[2], b[2], a[3], b[3], x.z, x.w);
-    }
+// Activations beside mxfp4: a number times a power of two of its token is the sum of two E4M3 numbers, which are operand
+// B. 128 columns are a group, four groups an atom: eight rows of 128 bytes, 128-byte swizzle. Row 2q + p of it is part p
+// (the rounded number, the rest) of group q; its byte 32v + 16u + 4t + b is column 32t + 8v + 4u + b of the group, as a
+// thread that takes the codes of block t as they lie has them in product v.
+//
+// A token's power of two brings its largest number between 2^7 and 2^8; `factor` takes it back from sums of weights that
+// are 2^kTop times as large. Infinity and NaN pass on.
+constexpr int kTop = 6;  // of the largest block: 6 * 2^6 is below 448
+
+struct TokenScale {
+  uint32_t scale;  // a pair of bf16
+  float factor;
+
+  // `largest`: the bits of a float.
+  __device__ explicit TokenScale(uint32_t largest) {
+    // Powers of two stay within those of float32.
+    const int shift = min(max(7 + 127 - static_cast<int>(largest >> 23), -119), 120);
+    scale = (127 + shift) * 0x800080u;
+    factor = largest >= 0x7F800000u ? __uint_as_float(0x7FC00000u) : __uint_as_float((127 - kTop - shift) << 23);
   }
+};
+
+// Chunk `number` (eight columns) of the tokens, to `tokens`. fence_proxy_async and a barrier follow.
+__device__ __forceinline__ void put_split(uint8_t* tokens, int number, const uint4& x, uint32_t scale) {
+  const int q = number / 16 % 4, t = number / 4 % 4, v = number % 4;
+  // Of part p and half u the row is 2q + p, and 16 bytes 2v + u of it lie where (2v + u) ^ row says.
+  uint8_t* to = tokens + number / 64 * 1024 + q * 256 + (v ^ q) * 32 + 4 * t;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) acc[i] += more[i];
+  for (int u = 0; u < 2; ++u) {
+    const uint32_t a = multiply(word(x, 2 * u), scale), b = multiply(word(x, 2 * u + 1), scale);
+    const Split first = split_e4m3(low(a), high(a)), second = split_e4m3(low(b), high(b));
+    *reinterpret_cast<uint32_t*>(to + u * 16) = first.nearest | second.nearest << 16;
+    *reinterpret_cast<uint32_t*>(to + 128 + (1 - u) * 16) = first.rest | second.rest << 16;
+  }
 }
 
-__device__ __forceinline__ void put_tiles(float* parts, const float (&acc)[4]) {
-  const int lane = threadIdx.x & 31, row = tile_row(lane >> 2);
-  if ((lane & 3) == 0) parts[row] = acc[0], parts[kTileRows + row] = acc[3];
+// By the first threads of a block.
+__device__ __forceinline__ void store_tables(Tables& tables) {
+  if (threadIdx.x >= kTables) return;
+  const float unit = __uint_as_float((127 + kTop - threadIdx.x) << 23);
+  if (threadIdx.x == 0) tables.signs = 0x40404040u;
+  tables.magnitudes[threadIdx.x] = {to_e4m3(0, 0.5f * unit) | to_e4m3(unit, 1.5f * unit) << 16,
+                                    to_e4m3(2 * unit, 3 * unit) | to_e4m3(4 * unit, 6 * unit) << 16};
 }
 
-// Eight bf16 in the order that unpacked codes have: pairs (0, 4), (1, 5), (2, 6), (3, 7).
-__device__ __forceinline__ uint4 four_bit_order(const uint4& v) {
-  uint4 w;
-  w.x = __byte_perm(v.x, v.z, 0x5410), w.y = __byte_perm(v.x, v.z, 0x7632);
-  w.z = __byte_perm(v.y, v.w, 0x5410), w.w = __byte_perm(v.y, v.w, 0x7632);
-  return w;
-}
+// A warp's share of two tiles of mxfp4: a group of columns in each step, the four warps of a warpgroup those of an atom. To wgmma these are 64 rows, to us 16 rows four times: of the products with all groups of the atom only those with
+// the warp's own count. Row g is of the first tile, row g + 8 of the second.
+//
+// A row's blocks in the share have scales 2^-d of the largest among them, and become E4M3 by table d: exact up to 14,
+// rounded to nearest beyond. Nothing happens to sums in between, and the tensor core cuts each addition to some 14 bits;
+// but these are few (kSteps * 4), and parts of all warps are added in float32.
+template <class P, int kColumns>
+struct TileProduct {
+  static constexpr int kBlocks = kColumns / 32, kSteps = P::padded(kColumns) / (P::kTeamWarps * kGroupColumns);
+  static constexpr int kTileCodes = kTileRows * kColumns / 2, kTileScales = kTileRows * kBlocks;
+  static constexpr int kStepCodes = P::kTeamWarps * kGroupColumns / 2;  // bytes of a row
 
-// Where chunk `i` (8 columns) of a row lies beside mxfp4: lanes 2 and 3 of a quad read theirs the other way round.
-__device__ __forceinline__ int four_bit_place(int i) { return (i ^ ((i >> 3) & 1)) * 16; }
+  float low, high;  // this lane's rows, in units of their token's factor, if it has a column of the warp's group
+
+  // `tokens`: that of the first tile, behind it one more, which is that of the second tile if `are_two`.
+  __device__ TileProduct(const uint8_t* stage, const Tables& tables, uint32_t tokens, bool are_two, int warp) {
+    const int lane = threadIdx.x & 31, t = lane & 3, row = tile_row(lane >> 2);
+    const uint8_t* codes = stage + row * (kColumns / 2) + (4 * warp + t) * 16;
+    const uint8_t* scales = stage + 2 * kTileCodes + row * kBlocks;
+    uint32_t exponents[kSteps], largest = 0;  // of both rows
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const int block = min(4 * (warp + i * P::kTeamWarps) + t, kBlocks - 1);
+      exponents[i] = scales[block] + scales[kTileScales + block] * 0x10000u;
+      largest = larger_halves(largest, exponents[i]);
+    }
+    largest = larger_halves(largest, shuffle_xor(largest, 1));
+    largest = larger_halves(largest, shuffle_xor(largest, 2));
+    const uint32_t signs = tables.signs;
+    // In a way that shows the compiler that all lanes agree: addresses then stay in uniform registers.
+    const uint32_t place = __shfl_sync(~0u, place_of_operand(tokens + warp / 4 * 1024), 0);
+    float d[8] = {};
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const uint32_t below = smaller_halves(largest - exponents[step], (kTables - 1) * 0x10001u);
+      const uint2 first = tables.magnitudes[below & 0xFFFF], second = tables.magnitudes[below >> 16];
+      const uint32_t table_low[2] = {first.x, first.y}, table_high[2] = {second.x, second.y};
+      // Past the last block: whatever lies there, times zero.
+      const uint4 codes_low = *reinterpret_cast<const uint4*>(codes + step * kStepCodes);
+      const uint4 codes_high = *reinterpret_cast<const uint4*>(codes + kTileCodes + step * kStepCodes);
+      uint32_t a[4][4];
+#pragma unroll
+      for (int v = 0; v < 4; ++v) {
+        moe::expand_word(word(codes_low, v), table_low, a[v][0], a[v][2], signs);
+        moe::expand_word(word(codes_high, v), table_high, a[v][1], a[v][3], signs);
+      }
+      wgmma_fence();
+#pragma unroll
+      for (int v = 0; v < 4; ++v) {
+        moe_decode::wgmma_e4m3_narrow<16, true>(d, a[v], operand<2 * P::padded(kColumns)>(place + step * kStepCodes / 4 + 2 * v));
+      }
+      wgmma_commit();
+      wgmma_wait<1>();  // the next step's codes are taken apart while these products run
+    }
+    wgmma_wait<0>();
+    settle(d);
+    // Both parts of the token; all signs were turned.
+    low = -(d[0] + d[1]) * __uint_as_float(largest << 23);
+    high = -(are_two ? d[6] + d[7] : d[2] + d[3]) * __uint_as_float(largest >> 16 << 23);
+  }
+
+  __device__ void put(float* parts, int warp) const {
+    const int lane = threadIdx.x & 31, row = tile_row(lane >> 2);
+    if ((lane & 3) == (warp & 3)) parts[row] = low, parts[kTileRows + row] = high;
+  }
+};
 
 }  // namespace rose::layers

@@ -20,6 +20,8 @@ constexpr int kTeams = 2;       // of warps that multiply; they take turns at th
 constexpr int kParts = 2;       // buffers of partial sums of each team
 constexpr int kUnit = 16;       // tokens of the history that a warp takes at a time
 constexpr int kTileRows = 8;    // of mxfp4; an item has two tiles
+constexpr int kGroupColumns = 128;  // of mxfp4, that a warp takes at a time
+constexpr int kTables = 32;         // further below the largest all codes are zero
 constexpr int kMostLayers = 36;
 constexpr int kMostExperts = 128;
 constexpr int kPad = 64;        // bytes between rows of bf16 in shared memory, so that two rows meet different banks
@@ -30,7 +32,7 @@ constexpr uint32_t kEmpty = ~0u;
 
 constexpr int at_least(int a, int b) { return a > b ? a : b; }
 constexpr int at_most(int a, int b) { return a < b ? a : b; }
-constexpr int rounded_up(int v, int to) { return (v + to - 1) / to * to; }
+__host__ __device__ constexpr int rounded_up(int v, int to) { return (v + to - 1) / to * to; }
 
 // Pointers of a layer, as Python lays them out.
 struct Layer {
@@ -67,6 +69,13 @@ struct Call {
   float eps, alpha, limit;
 };
 
+// For codes of mxfp4: E4M3 numbers of their magnitudes, by how many powers of two a block is below the largest; and what
+// expand_word takes besides.
+struct Tables {
+  uint2 magnitudes[kTables];
+  uint32_t signs;
+};
+
 template <int kHidden_, int kInner_, int kQueryHeads_, int kKvHeads_, int kTeamWarps_, int kBlocks_>
 struct Model {
   static constexpr int kHidden = kHidden_, kInner = kInner_, kQueryHeads = kQueryHeads_, kKvHeads = kKvHeads_;
@@ -95,7 +104,7 @@ struct Model {
   static_assert(kOwnRows % kOutItemRows == 0 && kOwnRows <= kTeams * 32);
   // Each team of each block has an item in every phase: who has what follows from one knows that they are through.
   static_assert(kQkvItems >= kTeams * kSplit && kChosen * kUpItems >= kTeams * kBlocks && kOutItems >= kTeams);
-  static_assert(kMultiplying % 128 == 0);
+  static_assert(kTeamWarps % 4 == 0);  // warpgroups
 };
 
 template <class M, int kExperts_>
@@ -105,12 +114,17 @@ struct Plan : M {
   static constexpr int kMostOwnExperts = (kExperts + M::kBlocks - 1) / M::kBlocks;  // whose logits a block computes
 
   static constexpr int kHiddenRow = M::kHidden * 2 + kPad, kAttendedRow = M::kAttended * 2 + kPad;
-  // Rows of activations beside mxfp4 lie 32 bytes mod 128 apart.
-  __host__ __device__ static constexpr int four_bit_row(int columns) { return (columns / 8 + ((2 - columns / 8) & 7)) * 16; }
-  static constexpr int kUpRow = four_bit_row(M::kHidden), kDownRow = four_bit_row(M::kInner);
-  __host__ __device__ static constexpr int four_bit_bytes(int columns) { return 2 * kTileRows * (columns / 2 + columns / 32); }
+  // Columns of mxfp4, to the end of the last step (layers_multiply.cuh). Activations beside it have two bytes a column.
+  __host__ __device__ static constexpr int padded(int columns) { return rounded_up(columns, M::kTeamWarps * kGroupColumns); }
+  static constexpr int kHiddenChunks = padded(M::kHidden) / 8, kInnerChunks = padded(M::kInner) / 8;
+  __host__ __device__ static constexpr int four_bit_bytes(int columns) {
+    // The last row's step may end behind the scales, where these are few.
+    const int read = (2 * kTileRows - 1) * (columns / 2) + padded(columns) / 2;
+    const int bytes = 2 * kTileRows * (columns / 2 + columns / 32);
+    return bytes > read ? bytes : read;
+  }
   static constexpr int kStageBytes = rounded_up(
-      at_least(at_least(M::kQkvItemRows * kHiddenRow, M::kOutItemRows * kAttendedRow),
+      at_least(at_least(M::kQkvItemRows * kHiddenRow, M::kOutItemRows * kAttendedRow) - kPad,
                at_least(four_bit_bytes(M::kHidden), four_bit_bytes(M::kInner))),
       128);
   // Units of history in an item: one for each warp of a team at most.
@@ -123,17 +137,22 @@ struct Plan : M {
   static constexpr int kSlices = M::kMultiplying / kHeadDim;
   static constexpr int kScratch = (M::kWarps / 2 * kGroup + kSlices) * kHeadPart * 4;
   static constexpr int kActivations = rounded_up(
-      at_least(at_least(at_least(kHiddenRow, kUpRow), kAttendedRow), at_least(kChosen * kDownRow, kScratch)),
+      at_least(at_least(at_least(kHiddenRow, 2 * padded(M::kHidden)), kAttendedRow),
+               at_least(kChosen * 2 * padded(M::kInner), kScratch)),
       128);
   static constexpr int kPartBytes = kTeams * kParts * M::kTeamWarps * 16 * 4;
-  static constexpr int kSmall = 2688 + rounded_up(kMostLayers * static_cast<int>(sizeof(Layer)), 128);  // Small below
+  static constexpr int kSmall = 3200 + rounded_up(kMostLayers * static_cast<int>(sizeof(Layer)), 128);  // Small below
   static constexpr int kFixed = kActivations + kPartBytes + kSmall;
   // As many for each team: a stage is always of the same one. Or a team that is ahead would ask for a round of a stage
   // whose round before, of the other team, has not come, and take its parity for an answer.
   static constexpr int kStages = at_most(12, (227 * 1024 - kFixed) / kStageBytes / kTeams * kTeams);
-  static constexpr int kActivationsAt = kStages * kStageBytes, kPartsAt = kActivationsAt + kActivations,
+  // Activations come first: atoms begin at multiples of 1024.
+  static constexpr int kStagesAt = kActivations, kPartsAt = kStagesAt + kStages * kStageBytes,
                        kSmallAt = kPartsAt + kPartBytes, kSharedBytes = kSmallAt + kSmall;
   static_assert(kStages >= 2 * kTeams);
+
+  static constexpr int kMostLargest = M::steps(kChosen * kInnerChunks) * M::kWarps;
+  static_assert(kMostLargest >= M::kWarps);
 
   // Shared memory besides stages, activations and parts.
   struct Small {
@@ -142,7 +161,11 @@ struct Plan : M {
     float turns[kHeadDim];                   // cos and sin of the token's position
     uint64_t full[kStages], empty[kStages], part_full[kTeams][kParts], part_empty[kTeams][kParts];
     uint64_t routed;
+    Tables tables;
     float squares[M::kWarps];
+    // Magnitudes, the largest of what each warp has; powers of two of the activations beside mxfp4.
+    uint32_t largest[kMostLargest];
+    float up_factor, down_factors[kChosen];
     float logits[kMostOwnExperts][M::kWarps];  // parts of the warps
     float new_score[kGroup], sinks[kGroup];
     float y[kChosen][M::kOwnRows];  // outputs of the chosen experts, before they are added up

@@ -74,8 +74,41 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
 
 __device__ __forceinline__ uint32_t warp_max(uint32_t v) { return __reduce_max_sync(~0u, v); }
 __device__ __forceinline__ uint32_t warp_min(uint32_t v) { return __reduce_min_sync(~0u, v); }
+__device__ __forceinline__ uint32_t shuffle_xor(uint32_t v, int d) { return __shfl_xor_sync(~0u, v, d); }
 __device__ __forceinline__ float shuffle_xor(float v, int d) { return __shfl_xor_sync(~0u, v, d); }
 __device__ __forceinline__ float shuffle(float v, int from) { return __shfl_sync(~0u, v, from); }
+
+// Operand B of wgmma, K-major with 128-byte swizzle (wgmma.cuh), of sixteen columns: eight of an atom at `place`, in units
+// of 16 bytes, eight of another kStride bytes behind it. Only the lower word depends on the place.
+__device__ __forceinline__ uint32_t place_of_operand(uint32_t shared) { return (shared & 0x3FFFF) >> 4 | 64 << 16; }
+template <int kStride>
+__device__ __forceinline__ uint64_t operand(uint32_t place) {
+  uint64_t descriptor;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(place), "n"(kStride >> 4 | 1 << 30));
+  return descriptor;
+}
+
+// Two numbers up to 448 as the sums of two E4M3 numbers each: the nearest, and the nearest to what is left. The first
+// number is in the lower bytes.
+struct Split {
+  uint32_t nearest, rest;
+};
+__device__ __forceinline__ Split split_e4m3(float a, float b) {
+  uint16_t nearest, rest;
+  asm("{\n.reg .b32 both, left;\n"
+      "cvt.rn.f16x2.f32 both, %3, %2;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 %0, both;\n"
+      "cvt.rn.f16x2.e4m3x2 left, %0;\n"
+      "sub.rn.f16x2 left, both, left;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 %1, left;\n}"
+      : "=&h"(nearest), "=h"(rest)
+      : "f"(a), "f"(b));
+  return {nearest, rest};
+}
+
+// Of each half of a word.
+__device__ __forceinline__ uint32_t larger_halves(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
+__device__ __forceinline__ uint32_t smaller_halves(uint32_t a, uint32_t b) { return __vminu2(a, b); }
 
 // A policy for what is read once: it leaves the L2 cache first.
 __device__ __forceinline__ uint64_t read_once() {

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "permute_ptx.cuh"
 #include "wgmma_fp8.cuh"
 
 namespace rose::moe {
@@ -46,13 +47,6 @@ __global__ void combine_rows(const __nv_bfloat16* y, const int* row_of_pair, con
   uint4 packed = {pack_bf16(total[0], total[1]), pack_bf16(total[2], total[3]), pack_bf16(total[4], total[5]),
                   pack_bf16(total[6], total[7])};
   *reinterpret_cast<uint4*>(out + token * columns + column) = packed;
-}
-
-// PRMT as it is: nvcc clears the top bit of each selector of __byte_perm, the one that replicates a byte's sign.
-__device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selectors) {
-  uint32_t out;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(low), "r"(high), "r"(selectors));
-  return out;
 }
 
 // MXFP4 to E4M3: sixteen codes a thread. The eight magnitudes of a block are brought to the tile's scale once

@@ -24,7 +24,6 @@
 
 namespace rose::moe::wide {
 
-using swapped::expand_word;
 using swapped::map_codes;
 using swapped::map_offsets;
 using swapped::map_tokens;
