@@ -40,8 +40,7 @@ def sources(folder: Path, name: str, edits: tuple[tuple[str, str], ...] = ()) ->
     (folder / "prefill_permute.cuh").write_text("#pragma once\n")
     launch = r"product<P><<<(.*?), P::kThreads, P::kSharedBytes, stream>>>\(p\);"
     run = r"return model::run([=] { product<P>(p); }, \1, P::kThreads, P::kSharedBytes);"
-    own = (FOLDER / "expand_word.cuh", *FOLDER.glob(f"prefill_{name}*.cuh"))
-    rooms = [p for p in own if not (MODEL / p.name).exists()]
+    rooms = [p for p in FOLDER.glob(f"prefill_{name}*.cuh") if not (MODEL / p.name).exists()]
     texts = {path.name: path.read_text() for path in rooms}
     main_room = f"prefill_{name}.cuh"
     texts[main_room], count = re.subn(launch, run, texts[main_room], flags=re.DOTALL)

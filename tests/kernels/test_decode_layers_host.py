@@ -44,7 +44,6 @@ def host(tmp_path_factory) -> ctypes.CDLL:
     # The stand-ins come last and take the place of what they stand for.
     for path in (
         kernels.parent / "moe_experts/decode_call.cuh",
-        kernels.parent / "moe_experts/expand_word.cuh",
         *kernels.glob("*.cuh"),
         HERE / "cuda_model/permute_ptx.cuh",
         HERE / "decode_host/launch.cuh",

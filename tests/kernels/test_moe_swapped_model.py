@@ -148,7 +148,7 @@ def test_products_compile_with_operand_a_in_registers_and_no_serialised_wgmma() 
     ("mbarrier_init(at.full + 8 * i, kWarpArrivals)", "mbarrier_init(at.full + 8 * i, 2)", "deadlock"),
     ("if (is_arriving()) mbarrier_arrive_after(empty, read);", "", "deadlock"),
     ("mbarrier_wait(at.staged_full, staged_parity);", "", ""),
-    ("+ 2 * permute_bytes(signs, signs, codes);", ";", ""),
+    ("+ 2 * permute_bytes(0x40404040u, 0x40404040u, codes);", ";", ""),
     ("(place.row & 3) + 2 * t", "2 * t", ""),
     ("  wgmma_wait<0>();\n  settle(part[0]);\n  settle(part[1]);\n  const uint32_t read",
      "  const uint32_t read", ""),

@@ -10,7 +10,7 @@
 #pragma once
 
 #include "../moe_experts/decode_e4m3_ptx.cuh"
-#include "../moe_experts/expand_word.cuh"
+#include "../moe_experts/permute_ptx.cuh"
 #include "layers_block.cuh"
 #include "wgmma.cuh"
 
@@ -20,6 +20,7 @@ using moe_decode::mma;
 using moe_decode::multiply;
 using moe_decode::to_e4m3;
 using moe_decode::word;
+using moe::permute_bytes;
 
 // A warp's columns of rows of bf16, `kColumns` * 2 + kPad bytes apart. Row 4 q + r of the product is quarter q of row r,
 // column q that quarter of the token; columns 4 to 7 have them once more.
@@ -117,20 +118,34 @@ __device__ __forceinline__ void put_split(uint8_t* tokens, int number, const uin
   }
 }
 
-// By the first threads of a block.
+// Eight codes to two words of E4M3. A selector with its top bit set, as a negative code has it, gives the sign of a byte,
+// and no byte of the tables has one. So the first half of `table` gives the positive numbers, and nothing elsewhere. The
+// second, its last byte first, is asked with the complement, and gives half of the bytes of the negative numbers. The
+// integer unit is the one that is full: complement and sum are multiply-adds.
+__device__ __forceinline__ void expand_word(uint32_t codes, const uint4& table, uint32_t ones, uint32_t& first,
+                                            uint32_t& second) {
+  const uint32_t upper = codes >> 16;
+  first = permute_bytes(table.x, table.y, codes) + 2 * permute_bytes(table.z, table.w, codes * ones + ones);
+  second = permute_bytes(table.x, table.y, upper) + 2 * permute_bytes(table.z, table.w, upper * ones + ones);
+}
+
+// By the first threads of a block. Bytes are even, so that there are halves.
 __device__ __forceinline__ void store_tables(Tables& tables) {
   if (threadIdx.x >= kTables) return;
   const float unit = __uint_as_float((127 + kTop - threadIdx.x) << 23);
-  if (threadIdx.x == 0) tables.signs = 0x40404040u;
-  tables.magnitudes[threadIdx.x] = {to_e4m3(0, 0.5f * unit) | to_e4m3(unit, 1.5f * unit) << 16,
-                                    to_e4m3(2 * unit, 3 * unit) | to_e4m3(4 * unit, 6 * unit) << 16};
+  auto pack = [&](float a, float b, float c, float d) {
+    return (to_e4m3(a * unit, b * unit) | to_e4m3(c * unit, d * unit) << 16) & 0xFEFEFEFEu;
+  };
+  if (threadIdx.x == 0) tables.ones = ~0u;
+  tables.bytes[threadIdx.x] = {pack(0, 0.5f, 1, 1.5f), pack(2, 3, 4, 6), pack(6, 4, 3, 2) / 2 | 0x40404040u,
+                               pack(1.5f, 1, 0.5f, 0) / 2 | 0x40404040u};
 }
 
 // A warp's share of two tiles of mxfp4: a group of columns in each step, the four warps of a warpgroup those of an atom. To wgmma these are 64 rows, to us 16 rows four times: of the products with all groups of the atom only those with
 // the warp's own count. Row g is of the first tile, row g + 8 of the second.
 //
-// A row's blocks in the share have scales 2^-d of the largest among them, and become E4M3 by table d: exact up to 14,
-// rounded to nearest beyond. Nothing happens to sums in between, and the tensor core cuts each addition to some 14 bits;
+// A row's blocks in the share have scales 2^-d of the largest among them, and become E4M3 by table d: exact up to 13, cut
+// to 2^-14 of the largest scale beyond. Nothing happens to sums in between, and the tensor core cuts each addition to some 14 bits;
 // but these are few (kSteps * 4), and parts of all warps are added in float32.
 template <class P, int kColumns>
 struct TileProduct {
@@ -154,23 +169,22 @@ struct TileProduct {
     }
     largest = larger_halves(largest, shuffle_xor(largest, 1));
     largest = larger_halves(largest, shuffle_xor(largest, 2));
-    const uint32_t signs = tables.signs;
+    const uint32_t ones = tables.ones;
     // In a way that shows the compiler that all lanes agree: addresses then stay in uniform registers.
     const uint32_t place = __shfl_sync(~0u, place_of_operand(tokens + warp / 4 * 1024), 0);
     float d[8] = {};
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       const uint32_t below = smaller_halves(largest - exponents[step], (kTables - 1) * 0x10001u);
-      const uint2 first = tables.magnitudes[below & 0xFFFF], second = tables.magnitudes[below >> 16];
-      const uint32_t table_low[2] = {first.x, first.y}, table_high[2] = {second.x, second.y};
+      const uint4 table_low = tables.bytes[below & 0xFFFF], table_high = tables.bytes[below >> 16];
       // Past the last block: whatever lies there, times zero.
       const uint4 codes_low = *reinterpret_cast<const uint4*>(codes + step * kStepCodes);
       const uint4 codes_high = *reinterpret_cast<const uint4*>(codes + kTileCodes + step * kStepCodes);
       uint32_t a[4][4];
 #pragma unroll
       for (int v = 0; v < 4; ++v) {
-        moe::expand_word(word(codes_low, v), table_low, a[v][0], a[v][2], signs);
-        moe::expand_word(word(codes_high, v), table_high, a[v][1], a[v][3], signs);
+        expand_word(word(codes_low, v), table_low, ones, a[v][0], a[v][2]);
+        expand_word(word(codes_high, v), table_high, ones, a[v][1], a[v][3]);
       }
       wgmma_fence();
 #pragma unroll
@@ -182,9 +196,9 @@ struct TileProduct {
     }
     wgmma_wait<0>();
     settle(d);
-    // Both parts of the token; all signs were turned.
-    low = -(d[0] + d[1]) * __uint_as_float(largest << 23);
-    high = -(are_two ? d[6] + d[7] : d[2] + d[3]) * __uint_as_float(largest >> 16 << 23);
+    // Both parts of the token.
+    low = (d[0] + d[1]) * __uint_as_float(largest << 23);
+    high = (are_two ? d[6] + d[7] : d[2] + d[3]) * __uint_as_float(largest >> 16 << 23);
   }
 
   __device__ void put(float* parts, int warp) const {

@@ -69,11 +69,10 @@ struct Call {
   float eps, alpha, limit;
 };
 
-// For codes of mxfp4: E4M3 numbers of their magnitudes, by how many powers of two a block is below the largest; and what
-// expand_word takes besides.
+// For codes of mxfp4, by how many powers of two a block is below the largest: see expand_word.
 struct Tables {
-  uint2 magnitudes[kTables];
-  uint32_t signs;
+  uint4 bytes[kTables];
+  uint32_t ones;  // all bits, which the compiler does not know
 };
 
 template <int kHidden_, int kInner_, int kQueryHeads_, int kKvHeads_, int kTeamWarps_, int kBlocks_>
@@ -141,7 +140,8 @@ struct Plan : M {
                at_least(kChosen * 2 * padded(M::kInner), kScratch)),
       128);
   static constexpr int kPartBytes = kTeams * kParts * M::kTeamWarps * 16 * 4;
-  static constexpr int kSmall = 3200 + rounded_up(kMostLayers * static_cast<int>(sizeof(Layer)), 128);  // Small below
+  static constexpr int kSmall = rounded_up(  // Small below
+      3136 + kMostLayers * static_cast<int>(sizeof(Layer)) + kMostOwnExperts * M::kWarps * 4, 128);
   static constexpr int kFixed = kActivations + kPartBytes + kSmall;
   // As many for each team: a stage is always of the same one. Or a team that is ahead would ask for a round of a stage
   // whose round before, of the other team, has not come, and take its parity for an answer.

@@ -20,7 +20,6 @@
 // the SwiGLU's scales than the 128 of every other format here, and 4/3 as many loads of scales and tokens for a product.
 #pragma once
 
-#include "expand_word.cuh"
 #include "prefill_permute.cuh"
 #include "prefill_swapped_fill.cuh"
 #include "prefill_swapped_store.cuh"
@@ -28,6 +27,15 @@
 #include "wgmma_fp8_registers.cuh"
 
 namespace rose::moe::swapped {
+
+// Eight codes to two words of E4M3, all signs turned: a positive code has bit 7, a negative one has not (`promote`
+// subtracts). A selector with its top bit set gives the sign of 0x40, nothing, and else 0x40 itself.
+__device__ __forceinline__ void expand_word(uint32_t codes, const uint32_t (&table)[2], uint32_t& first,
+                                            uint32_t& second) {
+  const uint32_t magnitudes = codes & 0x77777777u;
+  first = permute_bytes(table[0], table[1], magnitudes) + 2 * permute_bytes(0x40404040u, 0x40404040u, codes);
+  second = permute_bytes(table[0], table[1], magnitudes >> 16) + 2 * permute_bytes(0x40404040u, 0x40404040u, codes >> 16);
+}
 
 // A slab's operand of one stage: kSteps products of 32 along K.
 template <typename P, int kSteps>

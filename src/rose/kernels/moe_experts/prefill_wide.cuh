@@ -24,6 +24,7 @@
 
 namespace rose::moe::wide {
 
+using swapped::expand_word;
 using swapped::map_codes;
 using swapped::map_offsets;
 using swapped::map_tokens;
