@@ -74,6 +74,62 @@ def test_the_blocks_are_those_of_the_reference(name, host, monkeypatch):
     check(name, host, monkeypatch, 3)
 
 
+def expanded(host: ctypes.CDLL, codes: int, below: int) -> torch.Tensor:
+    found = torch.empty(8)
+    host.expand_codes(ctypes.c_uint32(codes), below, ctypes.c_void_p(found.data_ptr()))
+    return found
+
+
+@pytest.mark.parametrize("codes", [0x76543210, 0xFEDCBA98, 0x0F1E2D3C, 0x89ABCDEF])
+def test_codes_become_e4m3_and_are_exact_up_to_13_powers_of_two_below_the_largest(codes, host):
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    each = torch.tensor([codes >> 4 * i & 15 for i in range(8)])
+    numbers = magnitudes[each & 7] * torch.where(each >= 8, -1, 1)
+    for below in range(32):
+        found, wanted = expanded(host, codes, below), numbers * 2.0 ** (6 - below)
+        if below <= 13:
+            assert torch.equal(found, wanted)
+        assert ((found - wanted).abs() <= 2.0**-8).all()
+        assert (found * numbers >= 0).all()
+
+
+def split(host: ctypes.CDLL, numbers: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    found = torch.empty(8)
+    bits = largest.view(torch.int16).item()
+    host.split_chunk(ctypes.c_void_p(numbers.data_ptr()), bits, ctypes.c_void_p(found.data_ptr()))
+    return found
+
+
+@pytest.mark.parametrize("power", [-100, -3, 0, 9, 100])
+def test_activations_are_sums_of_two_e4m3_numbers(power, host):
+    source = torch.Generator().manual_seed(3)
+    for _ in range(50):
+        sizes = torch.rand(8, generator=source) * 14
+        signs = torch.randint(2, (8,), generator=source) * 2 - 1
+        numbers = (signs * torch.exp2(power - sizes)).bfloat16()
+        largest = numbers.abs().max()
+        found = split(host, numbers, largest)
+        off = (found - numbers.float()).abs()
+        assert (off[numbers.abs() >= largest * 2.0**-9] == 0).all()
+        assert (off <= largest * 2.0**-17).all()
+
+
+@pytest.mark.parametrize("largest", [torch.inf, torch.nan])
+def test_activations_that_are_no_numbers_stay_so(largest, host):
+    ones = torch.ones(8, dtype=torch.bfloat16)
+    assert split(host, ones, torch.tensor(largest, dtype=torch.bfloat16)).isnan().all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", [torch.inf, torch.nan])
+def test_a_damaged_stream_ends_as_one_that_is_not_finite(damage, host, monkeypatch):
+    fake.put_library_on_cpu(monkeypatch, host)
+    call = cases_module("decode_layers").inputs(CASES["model_full_alone"], 3, "cpu")
+    call["residual_SD"][0, 5] = damage
+    cuda_impl.decode_layers(**call | {"weights": STACK.prepare(call["weights"])})
+    assert not call["residual_SD"].isfinite().any()
+
+
 def assert_next_exchange_is_empty(workspace: torch.Tensor, num_layers: int) -> None:
     """`num_layers`: of all launches so far; layers take turns at two exchanges."""
     exchanges = workspace[cuda_impl.COUNTER_BYTES :].view(2, -1)

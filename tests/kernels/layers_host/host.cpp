@@ -46,6 +46,30 @@ int dispatch(const Call& call, int experts, void*) {
   return 1;
 }
 
+// Eight codes as the products take them, of a block so many powers of two below the largest.
+extern "C" void expand_codes(uint32_t codes, int below, float* found) {
+  Tables tables;
+  for (threadIdx.x = 0; threadIdx.x < kTables; ++threadIdx.x) store_tables(tables);
+  uint32_t words[2];
+  expand_word(codes, tables.bytes[below], tables.ones, words[0], words[1]);
+  for (int i = 0; i < 8; ++i) found[i] = moe_decode::value_of_e4m3(words[i / 4] >> 8 * (i % 4) & 255);
+}
+
+// Eight bf16 of a token whose largest magnitude has these bits, as the sums of their two parts, scaled back.
+extern "C" void split_chunk(const uint16_t* x, int largest, float* found) {
+  uint4 chunk;
+  std::memcpy(&chunk, x, sizeof chunk);
+  uint8_t atom[1024];
+  const TokenScale token(largest);
+  put_split(atom, 0, chunk, token.scale);
+  for (int i = 0; i < 8; ++i) {
+    const int u = i / 4;
+    const float nearest = moe_decode::value_of_e4m3(atom[16 * u + i % 4]);
+    const float rest = moe_decode::value_of_e4m3(atom[128 + 16 * (1 - u) + i % 4]);
+    found[i] = (nearest + rest) * token.factor * (1 << kTop);
+  }
+}
+
 int workspace_bytes() { return AnyPlan::kMarksAt; }
 
 using cudaStream_t = void*;

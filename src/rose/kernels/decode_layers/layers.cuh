@@ -20,8 +20,7 @@ struct Multiply {
   const int team = warp / P::kTeamWarps, team_warp = warp % P::kTeamWarps;
   Turn<P> turn{team};
 
-  // The residual stream, normalised, to shared memory. Its chunks of eight columns are in registers between the two
-  // passes.
+  // Weights of the residual stream's norm. Its chunks of eight columns are in registers between the two passes.
   struct Norm {
     static constexpr int kChunks = P::kHidden / 8, kSteps = P::steps(kChunks);
     static_assert(kSteps == P::steps(P::kHiddenChunks));
@@ -38,9 +37,9 @@ struct Multiply {
     }
   };
 
-  // `row`: the stream, in the exchange if `is_received`. Before all threads have normalised, `take(i, x)` is given what
-  // this one has, then `keep()` is called.
-  template <bool kIsSplit, class Take, class Keep>
+  // `row`: the stream, in the exchange if `is_received`. `take(i, x)` is given what this thread has of it, normalised, then
+  // `keep()` is called, and all threads have done so.
+  template <class Take, class Keep>
   __device__ void normalise(const Norm& norm, const uint4* row, bool is_received, Take take, Keep keep) const {
     uint4 x[Norm::kSteps] = {};
     if (is_received) {
@@ -51,7 +50,7 @@ struct Multiply {
         if (Block<P>::place(i) < Norm::kChunks) x[i] = __ldcg(row + Block<P>::place(i));
       }
     }
-    float squares = 0, largest = 0;
+    float squares = 0;
 #pragma unroll
     for (int i = 0; i < Norm::kSteps; ++i) {
       if (Block<P>::place(i) >= Norm::kChunks) break;
@@ -59,59 +58,60 @@ struct Multiply {
       for (int j = 0; j < 4; ++j) {
         const float a = low(moe_decode::word(x[i], j)), b = high(moe_decode::word(x[i], j));
         squares += a * a + b * b;
-        const float4& weights = norm.weights[i][j / 2];
-        const float first = a * (j % 2 == 0 ? weights.x : weights.z), second = b * (j % 2 == 0 ? weights.y : weights.w);
-        if (kIsSplit) largest = fmaxf(largest, fmaxf(fabsf(first), fabsf(second)));
       }
     }
 #pragma unroll
     for (int d = 16; d > 0; d /= 2) squares += shuffle_xor(squares, d);
     if (lane == 0) block.small.squares[warp] = squares;
-    if constexpr (kIsSplit) keep_largest(warp, __float_as_uint(largest));
     Block<P>::sync_multiplying();
     float sum = 0;
 #pragma unroll
     for (int w = 0; w < P::kWarps; ++w) sum += block.small.squares[w];
     const float scale = rsqrtf(sum * (1.0f / P::kHidden) + block.call.eps);
-    uint32_t token_scale = 0;
-    if constexpr (kIsSplit) {
-      // Up to the rounding to bf16. Where the stream has what is no number, so has `scale`.
-      const TokenScale token(__float_as_uint(__uint_as_float(largest_of<P::kWarps>(0)) * scale));
-      token_scale = token.scale;
-      if (threadIdx.x == 0) block.small.up_factor = token.factor;
-    }
 #pragma unroll
     for (int i = 0; i < Norm::kSteps; ++i) {
-      // Past the last column: zeros, to the end of the last atom.
-      if (Block<P>::place(i) >= (kIsSplit ? P::kHiddenChunks : Norm::kChunks)) break;
+      if (Block<P>::place(i) >= Norm::kChunks) break;
       const float4 a = norm.weights[i][0], b = norm.weights[i][1];
       uint4 y;
       y.x = pack_bf16(low(x[i].x) * scale * a.x, high(x[i].x) * scale * a.y);
       y.y = pack_bf16(low(x[i].y) * scale * a.z, high(x[i].y) * scale * a.w);
       y.z = pack_bf16(low(x[i].z) * scale * b.x, high(x[i].z) * scale * b.y);
       y.w = pack_bf16(low(x[i].w) * scale * b.z, high(x[i].w) * scale * b.w);
-      uint8_t* to = block.activations();
-      if constexpr (kIsSplit) {
-        put_split(to, Block<P>::place(i), y, token_scale);
-      } else {
-        *reinterpret_cast<uint4*>(to + Block<P>::place(i) * 16) = y;
-      }
       take(i, y);
     }
     keep();
-    if (kIsSplit) fence_proxy_async();
     Block<P>::sync_multiplying();
   }
 
-  // The largest magnitude of what this warp has, to place `number`; then that of kCount places, from `first` on.
-  __device__ void keep_largest(int number, uint32_t magnitude) const {
-    magnitude = warp_max(magnitude);
-    if (lane == 0) block.small.largest[number] = magnitude;
+  // Eight numbers of a token to shared memory: chunk `number`.
+  __device__ void put_chunk(int number, const uint4& x) const {
+    *reinterpret_cast<uint4*>(block.activations() + number * 16) = x;
+  }
+
+  // The largest magnitude of a warp's chunks, to place `number`; then, a barrier later, that of kCount places.
+  __device__ void keep_largest(int number, const uint4& x) const {
+    using moe_decode::larger_magnitudes;
+    const uint32_t both = larger_magnitudes(larger_magnitudes(x.x, x.y), larger_magnitudes(x.z, x.w));
+    const uint32_t largest = warp_max(larger_halves(both, both >> 16) & 0x7FFF);
+    if (lane == 0) block.small.largest[number] = largest;
   }
   template <int kCount>
   __device__ uint32_t largest_of(int first) const {
     static_assert(kCount <= 32);
     return warp_max(lane < kCount ? block.small.largest[first + lane] : 0);
+  }
+
+  // The token of gate_up, of which the largest magnitudes were kept; zeros past the last column.
+  __device__ void put_token(const uint4 (&x)[Norm::kSteps]) const {
+    const TokenScale token(largest_of<Norm::kSteps * P::kWarps>(0));
+    if (threadIdx.x == 0) block.small.up_factor = token.factor;
+#pragma unroll
+    for (int i = 0; i < Norm::kSteps; ++i) {
+      if (Block<P>::place(i) >= P::kHiddenChunks) break;
+      put_split(block.activations(), Block<P>::place(i), x[i], token.scale);
+    }
+    fence_proxy_async();
+    Block<P>::sync_multiplying();
   }
 
   // kChunks chunks of eight numbers that other blocks write, one to a thread in turn.
@@ -131,37 +131,36 @@ struct Multiply {
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       if (Block<P>::place(s) >= kChunks) break;
-      *reinterpret_cast<uint4*>(block.activations() + Block<P>::place(s) * 16) = x[s];
+      put_chunk(Block<P>::place(s), x[s]);
     }
     Block<P>::sync_multiplying();
   }
 
-  // The SwiGLUs of all chosen experts likewise. Whatever other blocks did before they sent theirs is behind us from here
-  // on (load_in_order): see Finish::clear.
+  // The SwiGLUs of all chosen experts likewise, each with its own scale. Whatever other blocks did before they sent theirs
+  // is behind us from here on (load_in_order): see Finish::clear.
   __device__ void receive_swiglus(int l) const {
     constexpr int kChunks = P::kInner / 8, kPadded = P::kInnerChunks;
     constexpr int kSteps = P::steps(kChosen * kPadded), kRowWarps = kPadded / 32;
+    constexpr bool kIsEven = kSteps * P::kMultiplying == kChosen * kPadded;
     auto row_of = [](int s) { return Block<P>::place(s) / kPadded; };
     auto chunk_of = [](int s) { return Block<P>::place(s) % kPadded; };
     const uint4* rows = block.template exchange<const uint4>(l, Exchange::kAct);
     uint4 x[kSteps];
-    Block<P>::receive(x, [&](int s) { return row_of(s) < kChosen && chunk_of(s) < kChunks; },
+    Block<P>::receive(x, [&](int s) { return (kIsEven || row_of(s) < kChosen) && chunk_of(s) < kChunks; },
                       [&](int s) { return load_in_order(rows + row_of(s) * kChunks + chunk_of(s)); });
     // All chunks of a warp in a step are of one row.
     static_assert(kPadded % 32 == 0);
 #pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      using moe_decode::larger_magnitudes;
-      const uint32_t both =
-          larger_magnitudes(larger_magnitudes(x[s].x, x[s].y), larger_magnitudes(x[s].z, x[s].w));
-      keep_largest(s * P::kWarps + warp, larger_halves(both, both >> 16) & 0x7FFF);
-    }
+    for (int s = 0; s < kSteps; ++s) keep_largest(s * P::kWarps + warp, x[s]);
     Block<P>::sync_multiplying();  // nobody needs what lies there
+    uint32_t largest[kSteps];
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) largest[s] = largest_of<kRowWarps>(min(row_of(s), kChosen - 1) * kRowWarps);
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       const int row = row_of(s);
-      if (row >= kChosen) break;
-      const TokenScale token(largest_of<kRowWarps>(row * kRowWarps) << 16);
+      if (!kIsEven && row >= kChosen) break;
+      const TokenScale token(largest[s]);
       if (chunk_of(s) == 0) block.small.down_factors[row] = token.factor;
       put_split(block.activations(), Block<P>::place(s), x[s], token.scale);
     }
@@ -200,10 +199,11 @@ struct Multiply {
   template <int kColumns>
   __device__ void multiply_experts(int first, int count) {
     const bool is_up = first >= 0;
+    const uint32_t activations = shared_address(block.activations());
 #pragma unroll 1
     for (int i = first_own(); i < count; i += kTeams) {
       // Of gate_up both tiles have the token; of down, the two experts of an item have one each.
-      const uint32_t tokens = shared_address(block.activations()) + (is_up ? 0 : i % (kChosen / 2) * 4 * P::padded(kColumns));
+      const uint32_t tokens = activations + (is_up ? 0 : i % (kChosen / 2) * 4 * P::padded(kColumns));
       take(
           [&](const uint8_t* stage) {
             return TileProduct<P, kColumns>(stage, block.small.tables, tokens, !is_up, team_warp);
@@ -229,7 +229,7 @@ struct Multiply {
         const Norm norm(layer.attention_norm);
         const auto* stream = l > 0 ? block.template exchange<const uint4>(l - 1, Exchange::kEnd)
                                    : reinterpret_cast<const uint4*>(block.call.residual);
-        normalise<false>(norm, stream, l > 0, [](int, const uint4&) {}, [] {});
+        normalise(norm, stream, l > 0, [&](int i, const uint4& x) { put_chunk(Block<P>::place(i), x); }, [] {});
       }
       block.mark(l, kNormed);
       multiply_rows<P::kQkvItemRows, P::kHidden>(Block<P>::qkv_items().size());
@@ -258,10 +258,18 @@ struct Multiply {
       {
         const Norm norm(layer.expert_norm);
         Router<P> router(block, layer);
-        normalise<true>(norm, block.template exchange<const uint4>(l, Exchange::kMiddle), true,
-                        [&](int i, const uint4& x) { router.add(i, x); }, [&] { router.keep(); });
+        uint4 token[Norm::kSteps] = {};
+        auto take = [&](int i, const uint4& x) { token[i] = x, router.add(i, x); };
+        auto keep = [&] {
+#pragma unroll
+          for (int i = 0; i < Norm::kSteps; ++i) keep_largest(i * P::kWarps + warp, token[i]);
+          router.keep();
+        };
+        normalise(norm, block.template exchange<const uint4>(l, Exchange::kMiddle), true, take, keep);
         block.mark(l, kNormedAgain);
-        if (warp == 0) router.send(l), router.choose(l);
+        if (warp == 0) router.send(l);
+        put_token(token);  // while logits are on their way
+        if (warp == 0) router.choose(l);
       }
       mbarrier_wait(shared_address(&block.small.routed), l & 1);
       block.mark(l, kRouted);

@@ -16,11 +16,11 @@
 
 namespace rose::layers {
 
+using moe::permute_bytes;
 using moe_decode::mma;
 using moe_decode::multiply;
 using moe_decode::to_e4m3;
 using moe_decode::word;
-using moe::permute_bytes;
 
 // A warp's columns of rows of bf16, `kColumns` * 2 + kPad bytes apart. Row 4 q + r of the product is quarter q of row r,
 // column q that quarter of the token; columns 4 to 7 have them once more.
@@ -95,12 +95,12 @@ struct TokenScale {
   uint32_t scale;  // a pair of bf16
   float factor;
 
-  // `largest`: the bits of a float.
+  // `largest`: the magnitude of a bf16, its bits.
   __device__ explicit TokenScale(uint32_t largest) {
     // Powers of two stay within those of float32.
-    const int shift = min(max(7 + 127 - static_cast<int>(largest >> 23), -119), 120);
+    const int shift = min(max(7 + 127 - static_cast<int>(largest >> 7), -119), 120);
     scale = (127 + shift) * 0x800080u;
-    factor = largest >= 0x7F800000u ? __uint_as_float(0x7FC00000u) : __uint_as_float((127 - kTop - shift) << 23);
+    factor = largest >= 0x7F80 ? __uint_as_float(0x7FC00000u) : __uint_as_float((127 - kTop - shift) << 23);
   }
 };
 
@@ -129,7 +129,7 @@ __device__ __forceinline__ void expand_word(uint32_t codes, const uint4& table, 
   second = permute_bytes(table.x, table.y, upper) + 2 * permute_bytes(table.z, table.w, upper * ones + ones);
 }
 
-// By the first threads of a block. Bytes are even, so that there are halves.
+// By the first threads of a block. Bytes are even, so that they have halves.
 __device__ __forceinline__ void store_tables(Tables& tables) {
   if (threadIdx.x >= kTables) return;
   const float unit = __uint_as_float((127 + kTop - threadIdx.x) << 23);
@@ -141,12 +141,16 @@ __device__ __forceinline__ void store_tables(Tables& tables) {
                                pack(1.5f, 1, 0.5f, 0) / 2 | 0x40404040u};
 }
 
-// A warp's share of two tiles of mxfp4: a group of columns in each step, the four warps of a warpgroup those of an atom. To wgmma these are 64 rows, to us 16 rows four times: of the products with all groups of the atom only those with
-// the warp's own count. Row g is of the first tile, row g + 8 of the second.
+// A warp's share of two tiles of mxfp4: a group of columns in each step, the four warps of a warpgroup those of an atom.
+// To wgmma these are 64 rows, to us 16 rows four times: of the products with all groups of the atom only those with the
+// warp's own count. Row g is of the first tile, row g + 8 of the second.
 //
 // A row's blocks in the share have scales 2^-d of the largest among them, and become E4M3 by table d: exact up to 13, cut
-// to 2^-14 of the largest scale beyond. Nothing happens to sums in between, and the tensor core cuts each addition to some 14 bits;
-// but these are few (kSteps * 4), and parts of all warps are added in float32.
+// to multiples of 2^-14 of the largest scale beyond. Sums stay in the tensor core, which cuts each addition to some 14
+// bits; but these are few (4 * kSteps), and the parts of all warps are added in float32.
+//
+// Steps are a straight line of code, so that the codes of one are taken apart while the products of another run, and
+// descriptors stay in uniform registers.
 template <class P, int kColumns>
 struct TileProduct {
   static constexpr int kBlocks = kColumns / 32, kSteps = P::padded(kColumns) / (P::kTeamWarps * kGroupColumns);
@@ -155,7 +159,7 @@ struct TileProduct {
 
   float low, high;  // this lane's rows, in units of their token's factor, if it has a column of the warp's group
 
-  // `tokens`: that of the first tile, behind it one more, which is that of the second tile if `are_two`.
+  // `tokens`: address of the first tile's token, behind it another, which is the second tile's if `are_two`.
   __device__ TileProduct(const uint8_t* stage, const Tables& tables, uint32_t tokens, bool are_two, int warp) {
     const int lane = threadIdx.x & 31, t = lane & 3, row = tile_row(lane >> 2);
     const uint8_t* codes = stage + row * (kColumns / 2) + (4 * warp + t) * 16;
@@ -170,7 +174,7 @@ struct TileProduct {
     largest = larger_halves(largest, shuffle_xor(largest, 1));
     largest = larger_halves(largest, shuffle_xor(largest, 2));
     const uint32_t ones = tables.ones;
-    // In a way that shows the compiler that all lanes agree: addresses then stay in uniform registers.
+    // In a way that shows the compiler that all lanes agree.
     const uint32_t place = __shfl_sync(~0u, place_of_operand(tokens + warp / 4 * 1024), 0);
     float d[8] = {};
 #pragma unroll
@@ -189,10 +193,11 @@ struct TileProduct {
       wgmma_fence();
 #pragma unroll
       for (int v = 0; v < 4; ++v) {
-        moe_decode::wgmma_e4m3_narrow<16, true>(d, a[v], operand<2 * P::padded(kColumns)>(place + step * kStepCodes / 4 + 2 * v));
+        const uint64_t b = operand<2 * P::padded(kColumns)>(place + step * kStepCodes / 4 + 2 * v);
+        moe_decode::wgmma_e4m3_narrow<16, true>(d, a[v], b);
       }
       wgmma_commit();
-      wgmma_wait<1>();  // the next step's codes are taken apart while these products run
+      wgmma_wait<1>();  // the registers of the step before are free for the codes of the next
     }
     wgmma_wait<0>();
     settle(d);

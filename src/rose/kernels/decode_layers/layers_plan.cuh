@@ -21,7 +21,7 @@ constexpr int kParts = 2;       // buffers of partial sums of each team
 constexpr int kUnit = 16;       // tokens of the history that a warp takes at a time
 constexpr int kTileRows = 8;    // of mxfp4; an item has two tiles
 constexpr int kGroupColumns = 128;  // of mxfp4, that a warp takes at a time
-constexpr int kTables = 32;         // further below the largest all codes are zero
+constexpr int kTables = 32;     // of codes as E4M3; in the last all are zero
 constexpr int kMostLayers = 36;
 constexpr int kMostExperts = 128;
 constexpr int kPad = 64;        // bytes between rows of bf16 in shared memory, so that two rows meet different banks
@@ -151,8 +151,7 @@ struct Plan : M {
                        kSmallAt = kPartsAt + kPartBytes, kSharedBytes = kSmallAt + kSmall;
   static_assert(kStages >= 2 * kTeams);
 
-  static constexpr int kMostLargest = M::steps(kChosen * kInnerChunks) * M::kWarps;
-  static_assert(kMostLargest >= M::kWarps);
+  static constexpr int kMostLargest = at_least(M::steps(kChosen * kInnerChunks), M::steps(kHiddenChunks)) * M::kWarps;
 
   // Shared memory besides stages, activations and parts.
   struct Small {
@@ -163,7 +162,7 @@ struct Plan : M {
     uint64_t routed;
     Tables tables;
     float squares[M::kWarps];
-    // Magnitudes, the largest of what each warp has; powers of two of the activations beside mxfp4.
+    // The largest magnitude of what each warp has; the factors of activations beside mxfp4 (TokenScale).
     uint32_t largest[kMostLargest];
     float up_factor, down_factors[kChosen];
     float logits[kMostOwnExperts][M::kWarps];  // parts of the warps
