@@ -9,7 +9,7 @@ namespace rose::layers {
 // Items that a block has asked for and that have not come, by phase. One or two keep the memory busy (an item for each
 // block is 3 MB, what memory moves in 0.7 us); more would wait in its queues, and so would whatever blocks exchange
 // meanwhile: with all stages asked for at once an exchange took 6 us that takes 2.5.
-constexpr int kInFlight = 1, kHistoryInFlight = 2, kLongHistoryInFlight = 3, kUpInFlight = 2;
+constexpr int kInFlight = 1, kHistoryInFlight = 2, kLongHistoryInFlight = 3, kUpInFlight = 3;
 
 template <class P>
 struct Ring {
