@@ -203,10 +203,11 @@ struct Multiply {
 #pragma unroll 1
     for (int i = first_own(); i < count; i += kTeams) {
       // Of gate_up both tiles have the token; of down, the two experts of an item have one each.
+      const float* factors = is_up ? &block.small.up_factor : block.small.down_factors + i % (kChosen / 2) * 2;
       const uint32_t tokens = activations + (is_up ? 0 : i % (kChosen / 2) * 4 * P::padded(kColumns));
       take(
           [&](const uint8_t* stage) {
-            return TileProduct<P, kColumns>(stage, block.small.tables, tokens, !is_up, team_warp);
+            return TileProduct<P, kColumns>(stage, block.small.tables, tokens, factors, !is_up, team_warp);
           },
           [&](float* parts, const auto& product) { product.put(parts, team_warp); });
     }

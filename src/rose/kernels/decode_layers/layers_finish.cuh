@@ -131,7 +131,7 @@ struct Finish {
           return __ldg(layer.up_bias + expert * 2 * P::kInner + unit * 2 * kTileRows + row());
         },
         [&](int i, float v, __nv_bfloat16 bias) {
-          const float mine = v * block.small.up_factor + __bfloat162float(bias), other = shuffle_xor(mine, 1);
+          const float mine = v + __bfloat162float(bias), other = shuffle_xor(mine, 1);
           const float limit = block.call.limit, gate = fminf(mine, limit), up = fminf(fmaxf(other, -limit), limit);
           const float a = gate / (1.0f + __expf(-block.call.alpha * gate)) * (up + 1.0f);
           const float next = shuffle_xor(a, 2);
@@ -155,7 +155,7 @@ struct Finish {
         },
         [&](int i, float v, __nv_bfloat16 bias) {
           if (!is_first()) return;
-          small.y[chosen_of(i)][row_of(i)] = v * small.down_factors[chosen_of(i)] + __bfloat162float(bias);
+          small.y[chosen_of(i)][row_of(i)] = v + __bfloat162float(bias);
         });
     sync();
     const int own = place();

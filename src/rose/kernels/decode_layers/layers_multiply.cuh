@@ -157,10 +157,12 @@ struct TileProduct {
   static constexpr int kTileCodes = kTileRows * kColumns / 2, kTileScales = kTileRows * kBlocks;
   static constexpr int kStepCodes = P::kTeamWarps * kGroupColumns / 2;  // bytes of a row
 
-  float low, high;  // this lane's rows, in units of their token's factor, if it has a column of the warp's group
+  float low, high;  // this lane's rows, if it has a column of the warp's group
 
-  // `tokens`: address of the first tile's token, behind it another, which is the second tile's if `are_two`.
-  __device__ TileProduct(const uint8_t* stage, const Tables& tables, uint32_t tokens, bool are_two, int warp) {
+  // `tokens`: address of the first tile's token, behind it another, which is the second tile's if `are_two`; `factors`:
+  // of these tokens.
+  __device__ TileProduct(const uint8_t* stage, const Tables& tables, uint32_t tokens, const float* factors, bool are_two,
+                         int warp) {
     const int lane = threadIdx.x & 31, t = lane & 3, row = tile_row(lane >> 2);
     const uint8_t* codes = stage + row * (kColumns / 2) + (4 * warp + t) * 16;
     const uint8_t* scales = stage + 2 * kTileCodes + row * kBlocks;
@@ -202,8 +204,8 @@ struct TileProduct {
     wgmma_wait<0>();
     settle(d);
     // Both parts of the token.
-    low = (d[0] + d[1]) * __uint_as_float(largest << 23);
-    high = (are_two ? d[6] + d[7] : d[2] + d[3]) * __uint_as_float(largest >> 16 << 23);
+    low = (d[0] + d[1]) * factors[0] * __uint_as_float(largest << 23);
+    high = (are_two ? d[6] + d[7] : d[2] + d[3]) * factors[are_two] * __uint_as_float(largest >> 16 << 23);
   }
 
   __device__ void put(float* parts, int warp) const {
