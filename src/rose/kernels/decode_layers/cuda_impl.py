@@ -33,7 +33,7 @@ _SPILLED = (
     "are addresses that the warps which finish make ahead of all layers, and a few that live across phases: none of "
     "it in the loops of the items"
 )
-SPILLS = {"ELi32EEEEE": (280, _SPILLED), "ELi128EEEEE": (272, _SPILLED)}
+SPILLS = {"ELi32EEEEE": (280, _SPILLED), "ELi128EEEEE": (284, _SPILLED)}
 """For `python -m rose.kernels aot`: bytes and reason, by a part of the kernel's name."""
 _LATE = (
     "reads of the token's columns at the begin of a phase, for a warp without an item; ordinary stores alone overwrite "

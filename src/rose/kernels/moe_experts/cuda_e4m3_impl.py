@@ -30,11 +30,11 @@ COLUMNS = 2880
 OWN_BYTES = 272 + 128
 """Beside four for each token of a pass: `e4m3_layout` of decode_e4m3.cuh."""
 EIGHT = Launch(width=8, warps=12, stages=12)
-SIXTEEN = Launch(width=16, warps=12, stages=12)
+SIXTEEN = Launch(width=16, warps=12, stages=9)
 TWENTY_FOUR = Launch(width=24, warps=12, stages=6)
 SHAPES = (EIGHT, SIXTEEN, TWENTY_FOUR)
 """What decode_e4m3_sm90.cu compiles."""
-SCALES, PARTS = 2, {8: 2, 16: 1, 24: 1}
+SCALES, PARTS = 2, {8: 2, 16: 2, 24: 1}
 """Buffers of a tile's scales and, by width, of the warpgroups' parts, likewise."""
 MOST_FOR = {5: EIGHT, 12: SIXTEEN}
 """Tokens of an expert, on average, up to which a shape is the fastest."""

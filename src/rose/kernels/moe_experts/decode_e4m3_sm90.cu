@@ -23,13 +23,8 @@ cudaError_t dispatch(const Call& call, int width, int warps, int blocks, bool is
     return start<kGateUp, Shape<n, 3, s, scales, parts>>(call, blocks, is_dependent, stream); \
   }
   ROSE_CASE(8, 12, 2, 2)
-  ROSE_CASE(16, 12, 2, 1)
-  ROSE_CASE(24, 6, 2, 1)
-#ifdef ROSE_TRIAL
-  ROSE_CASE(8, 9, 2, 2)
-  ROSE_CASE(8, 6, 2, 2)
   ROSE_CASE(16, 9, 2, 2)
-#endif
+  ROSE_CASE(24, 6, 2, 1)
 #undef ROSE_CASE
   return cudaErrorInvalidValue;
 }
