@@ -23,7 +23,8 @@ def test_an_implementation_of_all_regimes_is_bound_everywhere():
 def test_regimes_are_told_in_words():
     table = [KernelRow("gemm", r, f"kernel_{i}") for i, r in enumerate(REGIMES)]
     assert [words for _, _, words in _by_implementation(table)] == [
-        "decode of 1 to 16 sequences",
+        "decode of 1 sequence",
+        "decode of 2 to 16 sequences",
         "decode of 17 to 48 sequences",
         "decode of 49 to 256 sequences",
         "decode of 257 to 512 sequences",

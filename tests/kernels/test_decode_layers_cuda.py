@@ -24,7 +24,7 @@ from rose.kernels.check import Draw, cases_module, check_case, is_runnable
 from rose.kernels.decode_layers.contract import MAX_SEQUENCES
 from rose.kernels.decode_layers.reference import reference
 from rose.kernels.formats import MXFP4, FormattedTensor, plain
-from rose.kernels.registry import BoundOperation, Implementation
+from rose.kernels.registry import BoundOperation, Implementation, Regime
 from rose.kernels.weights import BlockWeights, ExpertWeights, LinearWeights, StackWeights
 from rose.layers.build import LayerBuild
 from rose.models.gpt_oss.config import published
@@ -35,6 +35,7 @@ from rose.utils.device import CPU, H200
 from rose.utils.errors import ContractError
 
 OPERATION = registry.load("decode_layers")
+REGIME = str(Regime("decode", 1, MAX_SEQUENCES))
 CASES = cases_module("decode_layers").CASES
 TAKEN = [
     c for c in CASES if not c.large and c.sizes["D"] < 1000 and c.rows == 1
@@ -211,7 +212,7 @@ def fusion(build: LayerBuild) -> tuple[bool, list[tuple[str, str, str]]]:
 
 
 def test_a_device_that_cannot_hold_the_grid_runs_the_blocks_and_the_table_at_start_says_why(asked):
-    regime = f"decode 1..{MAX_SEQUENCES}"
+    regime = REGIME
     wanted = [("decode_layers", regime, f"blocks (cuda_stack: {HELD})")]
     assert fusion(build()) == (False, wanted)
     assert fusion(build()) == (False, wanted)
@@ -226,7 +227,7 @@ def test_a_device_that_cannot_hold_the_grid_runs_the_blocks_and_the_table_at_sta
 
 def test_a_device_that_holds_the_grid_runs_it(asked, monkeypatch):
     monkeypatch.setattr(Properties, "multi_processor_count", cuda_impl.NUM_CUDA_BLOCKS)
-    assert fusion(build())[1] == [("decode_layers", f"decode 1..{MAX_SEQUENCES}", "cuda_stack")]
+    assert fusion(build())[1] == [("decode_layers", REGIME, "cuda_stack")]
 
 
 @pytest.mark.parametrize(
@@ -314,7 +315,7 @@ def test_it_is_bound_on_an_h200_for_what_it_takes(sizes, formats, said, monkeypa
         "decode_layers", formats={**FORMATS, **formats}, sizes={**GOOD, **sizes}, device=H200
     )
     words = {name: why for _, name, why in lines}
-    assert {regime for regime, _, _ in lines} == {f"decode 1..{MAX_SEQUENCES}"}
+    assert {regime for regime, _, _ in lines} == {REGIME}
     assert words["cuda_stack"] == (said or "bound (specialised)")
     assert words["blocks"].startswith("bound" if said else "another is bound before it")
 
@@ -348,5 +349,5 @@ def test_a_published_model_plans_the_same_memory_with_it_and_says_that_it_runs(s
         uses.append(footprint(entry("gpt_oss"), published(size), config, H200, context_tokens=8192))
         model = entry("gpt_oss").dry_model(published(size), config, H200, context_tokens=8192)
         name = only.get("decode_layers", "cuda_stack")
-        assert ("decode_layers", f"decode 1..{MAX_SEQUENCES}", name) in told(model)
+        assert ("decode_layers", REGIME, name) in told(model)
     assert uses[0] == uses[1]

@@ -296,16 +296,13 @@ def test_explain_and_list_answer_an_unknown_operation_with_the_known_ones(capsys
         )
 
 
-@pytest.mark.parametrize(
-    ("words", "said"), [([], "required: verb"), (["lst"], "invalid choice: 'lst'")]
-)
-def test_a_mistake_is_one_line_that_names_the_command_typed(words, said, capsys):
+def test_a_mistake_is_one_line_that_names_the_command_typed(capsys):
     with pytest.raises(SystemExit) as caught:
-        kernels_main(words, prog="rose kernels")
+        kernels_main(["lst"], prog="rose kernels")
     [line] = capsys.readouterr().err.splitlines()
     assert caught.value.code == 2
     assert line.startswith("error: ")
-    assert said in line
+    assert "invalid choice: 'lst'" in line
     assert line.endswith("; see rose kernels --help")
     with pytest.raises(SystemExit):
         kernels_main(["--help"], prog="rose kernels")

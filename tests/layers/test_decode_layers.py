@@ -13,6 +13,7 @@ from rose.config.engine import EngineConfig, KernelsConfig
 from rose.config.quant import QuantConfig
 from rose.kernels import registry
 from rose.kernels.decode_layers.contract import MAX_SEQUENCES
+from rose.kernels.registry import Regime
 from rose.layers.build import LayerBuild
 from rose.layers.own_pages import OwnPages
 from rose.models.gpt_oss.config import published
@@ -27,7 +28,7 @@ RELATIVE = 1e-5
 """Float32 sums in another order; measured 4e-7."""
 SIZES = {"B": 2, "D": 64, "I": 64, "H": 4, "G": 2, "A": 16, "E": 4, "K": 2, "L": 16, "R": 1}
 WEIGHTS = {"projection": "float32", "weight": "float32"}
-ROW = ("decode_layers", f"decode 1..{MAX_SEQUENCES}")
+ROW = ("decode_layers", str(Regime("decode", 1, MAX_SEQUENCES)))
 
 
 def build(**kernels: object) -> LayerBuild:

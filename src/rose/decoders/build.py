@@ -62,7 +62,7 @@ def _by_implementation(table: list[KernelRow]) -> list[tuple[str, str, str]]:
 
 
 def _steps(row: KernelRow) -> str:
-    """Return a row's regime ("decode 1..16") in words for who runs a server."""
+    """Return a row's regime ("decode 2..16") in words for who runs a server."""
     regime = row.regime
     counted = {"decode": "sequence", "prefill": "token"}[regime.phase]
     how = ": layer by layer, as other steps" if row.is_unfused else ""
