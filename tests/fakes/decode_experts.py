@@ -35,6 +35,7 @@ def compile_host(folder: Path, source: str) -> ctypes.CDLL:
         *kernels.glob("decode_*.cuh"),
         kernels / "e2m1_tables.cuh",
         kernels.parent / "cuda_common/ring.cuh",
+        STAND_INS.parent / "cuda_model/permute_ptx.cuh",
         *STAND_INS.iterdir(),
     ):
         (folder / path.name).write_text(path.read_text())

@@ -5,6 +5,7 @@
 
 namespace rose::moe {
 
+// Source: PTX ISA, prmt: selectors of four bits, of which the top one replicates the sign of the byte.
 inline uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selectors) {
   const uint64_t source = uint64_t(high) << 32 | low;
   uint32_t out = 0;

@@ -47,17 +47,6 @@ inline uint32_t nearest_e4m3(float v) {
 inline uint32_t to_e4m3(float a, float b) { return nearest_e4m3(a) | nearest_e4m3(b) << 8; }
 inline float2 from_e4m3(uint32_t pair) { return {value_of_e4m3(pair & 0xFF), value_of_e4m3(pair >> 8 & 0xFF)}; }
 
-// Source: PTX ISA, prmt: selectors of four bits, of which the top one replicates the sign of the byte.
-inline uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selectors) {
-  const uint64_t both = uint64_t(high) << 32 | low;
-  uint32_t found = 0;
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t selector = selectors >> 4 * i & 15, byte = both >> 8 * (selector & 7) & 0xFF;
-    found |= (selector & 8 ? (byte & 0x80 ? 0xFFu : 0u) : byte) << 8 * i;
-  }
-  return found;
-}
-
 // A warp's 16 rows at a time. Source: PTX ISA, register fragments of wgmma with 8-bit types, and 128-byte swizzle: bits
 // 4..6 of an address are turned by its bits 7..9.
 template <int kN, bool kAdds>

@@ -39,13 +39,6 @@ __device__ __forceinline__ float2 from_e4m3(uint32_t pair) {
   return v;
 }
 
-// PRMT as it is: nvcc clears the top bit of each selector of __byte_perm, the one that replicates a byte's sign.
-__device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selectors) {
-  uint32_t out;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(low), "r"(high), "r"(selectors));
-  return out;
-}
-
 // d (+)= A B of 32 columns: A (64 rows) in registers, B (kN rows) in shared memory; kAdds false overwrites d.
 template <int kN, bool kAdds>
 __device__ __forceinline__ void wgmma_e4m3_narrow(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b) {

@@ -4,8 +4,11 @@
 #pragma once
 
 #include "decode_e4m3_ptx.cuh"
+#include "permute_ptx.cuh"
 
 namespace rose::moe_decode {
+
+using moe::permute_bytes;
 
 constexpr int kLowestShift = -14, kHighestShift = 6;  // below, every code rounds to zero; above, nothing is
 constexpr int kTables = 32;           // the last ones are zeros, for what is below and above

@@ -1,4 +1,4 @@
-// An instruction of sm_90 that takes codes apart; tests/kernels/cuda_model and layers_host have it for a CPU.
+// An instruction of sm_90 that takes codes apart; tests/kernels/cuda_model has it for a CPU.
 #pragma once
 
 #include <cstdint>
