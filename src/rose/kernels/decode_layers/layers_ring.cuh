@@ -17,7 +17,7 @@ struct Ring {
   int stage = 0, asked = 0, in_flight = kInFlight;
   uint32_t parity = 1;
   const uint64_t policy = read_once();
-  static_assert(kLongHistoryInFlight < P::kStages);
+  static_assert(at_least(kLongHistoryInFlight, kUpInFlight) < P::kStages);
 
   // An empty stage, to which `bytes` will come.
   __device__ uint32_t take(uint32_t bytes) {

@@ -99,7 +99,7 @@ def _edges() -> list[Case]:
         make_case("20b_width", 3, {**GPT_OSS_20B, "E": 2, "K": 1}),
         make_case("20b_width_rows_65", 65, {**GPT_OSS_20B, "E": 2, "K": 1}),
         make_case("20b_prefill_fp8", 2000, GPT_OSS_20B, weight="fp8_block", large=True),
-        # Past 205 tokens of 128 experts cuda_e4m3 has another launch shape.
+        # Past 160 tokens of 128 experts cuda_e4m3 has another launch shape.
         make_case("120b_rows_250", 250, GPT_OSS_120B, large=True),
         make_case("120b_prefill_foreign", 3000, GPT_OSS_120B, foreign=True, large=True),
         *(
