@@ -38,7 +38,7 @@ class Launch:
     warps: int = 8
     """Of a block, that multiply."""
     stages: int = 4
-    """Pieces of weights in flight: per block (cuda_decode) or per warpgroup (cuda_e4m3)."""
+    """Pieces of weights in flight, of a block: 16 rows (cuda_decode) or a chunk (cuda_e4m3)."""
     blocks_per_sm: int = 1
     is_dependent: bool = True
     """Programmatic dependent launch: down lists its work and loads its first weights while gate_up drains."""

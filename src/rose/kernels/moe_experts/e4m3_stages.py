@@ -25,7 +25,7 @@ from rose.kernels.moe_experts.reference import swiglu
 from rose.kernels.weights import ExpertWeights
 
 ROWS = 384
-"""Six tiles to a hit, 30 in all: of two blocks each warpgroup gets three or more, and its first scales' place again."""
+"""Six tiles to a hit, 30 in all: each of two blocks has 15, so that its places for scales and parts come round."""
 ALPHA, LIMIT = 1.702, 7.0
 
 

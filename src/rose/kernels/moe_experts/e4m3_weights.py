@@ -1,8 +1,8 @@
 """MXFP4 experts as the decode kernel expands them to E4M3: one power of two for 64 rows (decode_e4m3.cuh).
 
 With its block's scale a code becomes an E4M3 number, in units of 2^(exponent - 127) of its tile: exact where the scales
-of the tile's 64 rows, all their columns, differ by at most 2^14. Smaller blocks go to the nearest E4M3 number, at most
-2^-19 of the largest weight that the tile's highest scale allows away.
+of the tile's 64 rows, all their columns, differ by at most 2^14; that of a block of zeros counts too. Smaller blocks go
+to the nearest E4M3 number, at most 2^-18 of the largest weight that the tile's highest scale allows away.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BELOW = 6
 class E4m3Experts:
     """MXFP4 experts with the exponents of their tiles; the weights themselves are not copied.
 
-    Shapes   gate_up_exponents int32 [E, 2I / 64], down_exponents int32 [E, D / 64], biased by 127
+    Shapes   gate_up_exponents_ET int32 [E, 2I / 64], down_exponents_ET int32 [E, D / 64], biased by 127
     """
 
     weights: ExpertWeights

@@ -3,7 +3,7 @@
 A block of 32 codes becomes E4M3 by a table of eight magnitudes. Which of 24 tables follows from how far the block's
 exponent is from that of its 128 rows; the offsets of a tile's stage lie together, in the order of the threads that
 read them. Blocks whose exponent is at most 14 below the highest one of their 128 rows are exact, the rest are rounded
-to the nearest E4M3 number, at most 2^-19 of the rows' largest weight away.
+to the nearest E4M3 number, at most 2^-18 of the rows' largest weight away.
 """
 
 from __future__ import annotations
