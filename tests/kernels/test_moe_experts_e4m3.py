@@ -162,7 +162,10 @@ def test_kernels_compile_without_spills_or_late_reads_and_products_are_not_seria
                 256: e4m3.TWENTY_FOUR,
             },
         ),
-        (cases.GPT_OSS_120B, {2: e4m3.EIGHT, 160: e4m3.EIGHT, 161: e4m3.SIXTEEN, 256: e4m3.SIXTEEN}),
+        (
+            cases.GPT_OSS_120B,
+            {2: e4m3.EIGHT, 160: e4m3.EIGHT, 161: e4m3.SIXTEEN, 256: e4m3.SIXTEEN},
+        ),
     ],
     ids=["20b", "120b"],
 )

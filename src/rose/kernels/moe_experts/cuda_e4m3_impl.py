@@ -63,8 +63,9 @@ def fits(shape: Launch, num_tokens: int, sizes: Sizes) -> bool:
 def choose(num_tokens: int, sizes: Sizes) -> Launch:
     """Return the launch shape, measured on an H200 (docs/experiments/decode_experts.md).
 
-    Microseconds 8, 16 and 24 wide. 32 experts: 121, 131, 149 at 32 tokens (four to an expert); 138, 135, 153 at 48; -,
-    157, 168 at 96; -, 200, 172 at 128. 128 experts: 428, 507, 572 at 128 (four); 630, 532, 597 at 256.
+    Microseconds 8, 16 and 24 wide. 32 experts: 120, 131, 153 at 32 tokens (four to an expert); 136, 139, 155 at 48;
+    217, 159, 169 at 96; 281, 205, 175 at 128. 128 experts: 456, 501, 587 at 128 (four); 541, 524, 712 at 192; 654,
+    539, 627 at 256.
     """
     tokens_each = num_tokens * sizes["K"] / sizes["E"]
     return next((shape for most, shape in MOST_FOR.items() if tokens_each <= most), TWENTY_FOUR)
