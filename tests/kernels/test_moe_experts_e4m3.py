@@ -13,7 +13,7 @@ from rose.kernels import build, registry
 from rose.kernels.aot_code import inspect_cuda
 from rose.kernels.moe_experts import cases, e4m3_stages
 from rose.kernels.moe_experts.cuda_decode_calls import Launch
-from rose.kernels.moe_experts.e4m3_weights import with_exponents
+from rose.kernels.moe_experts.e4m3_weights import TILE_ROWS, tile_exponents, with_exponents
 from rose.kernels.moe_experts.reference import swiglu
 from rose.utils.device import DeviceFacts
 
@@ -104,6 +104,20 @@ def test_without_any_expert_here_the_sum_is_zero():
 def test_the_ring_goes_round_within_a_tile_and_across_tiles():
     sizes = {"D": 704, "I": 1152, "E": 2, "K": 1}
     decode_experts.check(e4m3.EXPERTS, cases.make_case("drawn", 1, sizes), EIGHT, with_exponents)
+
+
+def test_the_exponent_of_a_tile_follows_from_its_highest_scale_but_those_of_zeros():
+    weights = cases.inputs(cases.make_case("drawn", 1, NARROW), 3, "cpu")["weights"]
+    usual = tile_exponents(weights.down)
+    values, scales = weights.down.values, weights.down.scales
+    assert torch.equal(usual, scales.view(*usual.shape, -1).amax(dim=-1).int() - 6)
+    row = TILE_ROWS + 7
+    scales[2, row, 1], values.view(*scales.shape, 16)[2, row, 1] = 200, 0x08  # -0, 0
+    scales[3, row, 4] = 180
+    scales[4] = 2
+    wanted = usual.clone()
+    wanted[3, 1], wanted[4] = 180 - 6, 1
+    assert torch.equal(tile_exponents(weights.down), wanted)
 
 
 def _down(act_PI):
