@@ -53,6 +53,12 @@ def test_wrong_options_are_refused_in_words(arguments, word, capsys):
     assert word in _error(capsys, *arguments)
 
 
+def test_a_kernel_that_is_not_there_is_refused_before_weights_are_drawn(capsys):
+    said = _error(capsys, "bench", "decode", "--size", "20b", "--only", "moe_experts=cuda_decoder")
+    assert "moe_experts=cuda_decoder: no such implementation; known: cuda_decode, " in said
+    assert "drawing" not in said
+
+
 def test_a_link_to_a_file_that_is_not_there_is_written_through(tmp_path):
     link, target = tmp_path / "link.jsonl", tmp_path / "target.jsonl"
     link.symlink_to(target)

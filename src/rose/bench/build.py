@@ -10,6 +10,7 @@ from rose.config.engine import EngineConfig, KernelsConfig
 from rose.config.quant import QuantConfig
 from rose.config.scheduler import GPU_TOKENS, SchedulerConfig
 from rose.engine.engine import LLMEngine
+from rose.kernels.registry import require_implementations
 from rose.models.gpt_oss.checkpoints import configuration
 from rose.models.gpt_oss.config import GptOssConfig
 from rose.models.gpt_oss.model import GptOss
@@ -61,6 +62,7 @@ def setup(
     graphs: bool = True,
 ) -> BenchSetup:
     """Compose and resolve the configuration of a bench run."""
+    require_implementations(only or {})  # before weights are drawn
     facts = detect(device)
     model_config = configuration(size, num_layers=layers)
     config = EngineConfig(
