@@ -69,6 +69,12 @@ def test_a_seed_that_no_generator_takes_is_refused_before_any_case(seed, capsys)
     assert told.count("\n") == 1
 
 
+def test_a_check_of_nothing_says_so(capsys):
+    few = ["check", "moe_experts", "--device", "cpu", "--few", "1", "--only", "cuda_decode"]
+    assert kernels_main(few) == 0
+    assert "nothing to check: no implementation that was asked" in capsys.readouterr().out
+
+
 def test_the_largest_seed_is_taken(capsys):
     few = ["check", "rms_norm", "--device", "cpu", "--few", "1", "--seed", str(2**63 - 1)]
     assert kernels_main(few) == 0

@@ -19,6 +19,7 @@ from rose.config.engine import EngineConfig, KernelsConfig
 from rose.config.quant import QuantConfig
 from rose.engine.engine import LLMEngine
 from rose.kernels import registry
+from rose.kernels.__main__ import _joined
 from rose.kernels.__main__ import main as kernels_main
 from rose.kernels.formats import plain
 from rose.kernels.registry import MANY_DECODE, REGIMES, Band, Implementation, Operation, Regime
@@ -210,6 +211,47 @@ def test_the_explain_command_tells_what_serving_binds_on_a_cpu(capsys, caplog):
         elif "bound (" in line:
             bound.add((operation, line.partition(" bound (")[0].split()[-1]))
     assert bound == served
+
+
+def test_the_explain_command_tells_regimes_of_which_the_same_is_told_as_one(capsys):
+    assert kernels_main(["explain", "moe_experts", "--device", "cpu", "--only", "torch"]) == 0
+    told = [x.split()[:3] for x in capsys.readouterr().out.splitlines() if x.startswith("  ")]
+    assert told == [["decode", "1..512", "torch"], ["prefill", "1..", "torch"]]
+    assert kernels_main(["explain", "moe_experts", "--only", "cuda_decoder"]) == 2
+    caught = capsys.readouterr()
+    assert "'cuda_decoder' is in none of moe_experts; known: cuda_decode, " in caught.err
+    assert not caught.out
+
+
+def test_neighbours_of_which_something_else_is_told_stay_apart():
+    regimes = [Regime("decode", 1, 1), Regime("decode", 2, 16), Regime("decode", 17, 48)]
+    lines = [(str(r), "x", "bound" if r.min_rows > 1 else "no") for r in regimes]
+    joined = _joined(regimes, lines)
+    assert [str(r) for r, _ in joined] == ["decode 1", "decode 2..48"]
+
+
+def test_list_shows_one_implementation_where_one_is_asked_for(capsys):
+    for name in ("torch", "reference"):
+        assert kernels_main(["list", "rms_norm", "--only", name]) == 0
+        [line] = capsys.readouterr().out.splitlines()
+        assert line.split()[:2] == ["rms_norm", name]
+
+
+def test_a_forced_implementation_that_serves_some_steps_only_is_refused_with_the_option(operation):
+    add("single", Band.TUNED, phases=frozenset({"decode"}), rows=(1, 1))
+    add("any", Band.PORTABLE)
+    told = r"\(decode 2\.\.16\): nothing can run; single: only for 1 row; kernels\.only asks single of every step"
+    with pytest.raises(ContractError, match=told):
+        bind(only={"scale": "single"})
+
+
+def test_rows_of_an_implementation_are_told_without_the_bound_of_all_steps(operation):
+    add("long", Band.TUNED, rows=(2049, registry.MAX_ROWS))
+    add("few", Band.TUNED, rows=(2, 48))
+    add("any", Band.PORTABLE)
+    lines = registry.explain("scale", formats={"activation": "bf16"}, sizes={"D": 4})
+    assert ("decode 1", "long", "only for 2049 rows or more") in lines
+    assert ("decode 1", "few", "only for 2..48 rows") in lines
 
 
 def test_a_toolchain_that_is_not_installed_is_explained(monkeypatch):

@@ -18,7 +18,7 @@ class KernelsConfig:
     """Overrides of the kernel choice, for measuring and for hunting errors."""
 
     only: dict[str, str] = field(default_factory=dict)
-    """Operation -> implementation that must be used."""
+    """Operation -> implementation that every step must use."""
     check_calls: bool = False
     """Run every contract's check_call on every eager call."""
     batch_invariant: bool | None = None

@@ -20,7 +20,8 @@ from rose.kernels import registry
 from rose.kernels.bench import bench_all
 from rose.kernels.build import define_in_all
 from rose.kernels.cases import Case
-from rose.kernels.check import cases_module, check_all
+from rose.kernels.check import cases_module, check_all, require_names
+from rose.kernels.registry import Regime
 from rose.kernels.sanitize import (
     TOOLS,
     find_sanitizer,
@@ -68,7 +69,7 @@ def main(
     parser.add_argument("verb", choices=verbs)
     parser.add_argument("operations", nargs="*", default=[], help="operation names; all if none")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    parser.add_argument("--only", metavar="NAME", help="one implementation")
+    parser.add_argument("--only", metavar="NAME", help="all but aot: one implementation")
     parser.add_argument("--case", metavar="NAME", help="check, bench: one case")
     parser.add_argument(
         "--interpret",
@@ -135,24 +136,36 @@ def main(
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    for name in arguments.operations or registry.operation_names():
+    operations = arguments.operations or registry.operation_names()
+    _require_listed(operations, arguments.only)
+    for name in operations:
         for i in registry.implementations(name):
+            if arguments.only not in (None, i.name):
+                continue
             _say(f"{name:20} {i.name:24} {i.band.name.lower():12} {i.device:5} {i.note}")
-        for file, why in registry.left_out(name):
+        for file, why in registry.left_out(name) if arguments.only is None else ():
             _say(f"{name:20} {file:24} {'left out':12} {'':5} {why}")
     return 0
 
 
+def _require_listed(operations: Sequence[str], only: str | None) -> None:
+    # The reference, which no check is of, is listed too.
+    require_names(operations, implementation=None if only == "reference" else only, case=None)
+
+
 def _explain(arguments: argparse.Namespace) -> int:
     device = detect(arguments.device)
+    operations = arguments.operations or registry.operation_names()
+    _require_listed(operations, arguments.only)  # before anything is said
     if arguments.served is None:
         served = Served(formats={}, is_batch_invariant=False)
         _say("in the formats of each first case; rose kernels explain begins with what is served:")
     else:
         served = arguments.served(device)
         _say("as rose serve binds where no option is given:")
-    for name in arguments.operations or registry.operation_names():
-        registry.load(name)  # an unknown name is told with the known ones
+    for name in operations:
+        if arguments.only not in (None, *(i.name for i in registry.implementations(name))):
+            continue
         cases = cases_module(name).CASES
         sizes, formats = cases[0].sizes, _served_formats(cases, served.formats)
         # The mode is one of layers; sampling and masks, for which no kernel claims it, are bound without it.
@@ -161,11 +174,29 @@ def _explain(arguments: argparse.Namespace) -> int:
         )
         mode = ", batch-invariant" if is_invariant else ""
         _say(f"{name} on {device.name}, formats {formats}, sizes {dict(sizes)}{mode}")
-        for regime, implementation, why in registry.explain(
+        lines = registry.explain(
             name, formats=formats, sizes=sizes, device=device, batch_invariant=is_invariant
-        ):
-            _say(f"  {regime:28} {implementation:24} {why}")
+        )
+        kept = [line for line in lines if arguments.only in (None, line[1])]
+        for regime, told in _joined(registry.load(name).regimes, kept):
+            for implementation, why in told:
+                _say(f"  {regime!s:16} {implementation:24} {why}")
     return 0
+
+
+def _joined(
+    regimes: Sequence[Regime], lines: Sequence[tuple[str, str, str]]
+) -> list[tuple[Regime, list[tuple[str, str]]]]:
+    """Return regimes with what is told of each, neighbours of a phase of which the same is told as one."""
+    joined: list[tuple[Regime, list[tuple[str, str]]]] = []
+    for regime in regimes:
+        told = [(name, why) for of, name, why in lines if of == str(regime)]
+        last, told_of_last = joined[-1] if joined else (None, [])
+        if last is not None and last.phase == regime.phase and told_of_last == told:
+            joined[-1] = (Regime(regime.phase, last.min_rows, regime.max_rows), told)
+        else:
+            joined.append((regime, told))
+    return joined
 
 
 def _served_formats(cases: Sequence[Case], served: dict[str, str]) -> dict[str, str]:
@@ -208,6 +239,13 @@ def _check(arguments: argparse.Namespace) -> int:
             )
     for reason, count in skipped.most_common():
         _say(f"skipped {count}: {reason}")
+    if not any(counts.values()):
+        names = arguments.operations or registry.operation_names()
+        absent = sorted({f"{file} ({why})" for n in names for file, why in registry.left_out(n)})
+        _say(
+            "nothing to check: no implementation that was asked for runs here"
+            + (f"; left out: {', '.join(absent)}" if absent else "")
+        )
     _say(", ".join(f"{n} {status}" for status, n in counts.items()))
     return 1 if counts["failed"] else 0
 

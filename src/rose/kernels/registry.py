@@ -194,11 +194,17 @@ class Implementation:
         if regime.phase not in self.phases:
             return f"only for {', '.join(sorted(self.phases))}"
         if regime.min_rows < self.rows[0] or regime.max_rows > self.rows[1]:
-            return f"only for {self.rows[0]}..{self.rows[1]} rows"
+            return f"only for {_rows_told(*self.rows)}"
         for operand, accepted in self.formats.items():
             if formats.get(operand) not in accepted:
                 return f"{operand} is {formats.get(operand)}, takes {', '.join(sorted(accepted))}"
         return self.limits(sizes)
+
+
+def _rows_told(least: int, most: int) -> str:
+    if most == MAX_ROWS:
+        return f"{least} rows or more"
+    return f"{least}..{most} rows" if least != most else f"{least} row{'' if least == 1 else 's'}"
 
 
 def call_problems(operation: Operation, arguments: Mapping[str, Any]) -> list[str]:
@@ -500,7 +506,10 @@ def bind(
                 break
             refused.append(f"{implementation.name}: {reason}")
         else:
-            raise ContractError(f"{name} ({regime}): nothing can run; " + "; ".join(refused))
+            asked = f"; kernels.only asks {forced} of every step; change kernels.only"
+            raise ContractError(
+                f"{name} ({regime}): nothing can run; {'; '.join(refused)}{asked if forced else ''}"
+            )
     if regimes == REGIMES:
         table[MANY_DECODE] = table[SHORT_PREFILL]
     return BoundOperation(

@@ -246,7 +246,7 @@ def _limits(sizes: Sizes) -> str | None:
     if experts * max(2 * inner * hidden, hidden * inner) // 8 >= 1 << 31:
         return f"{experts} experts of {inner} x {hidden} pass 32-bit offsets"
     if experts > FEW_EXPERTS:
-        return f"{experts} experts; from {FEW_EXPERTS} on cuda_decode is faster at every batch"
+        return f"{experts} experts; from {FEW_EXPERTS} on a CUDA kernel is faster at every batch"
     return None
 
 
