@@ -151,6 +151,35 @@ def test_beside_a_large_number_the_others_are_cut_at_two_to_the_minus_17_of_it()
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("lowest", "highest"), [(110, 124), (104, 124), (0, 3), (0, 30), (236, 240)]
+)
+@pytest.mark.usefixtures("on_cpu")
+def test_weights_are_exact_over_14_powers_of_two_and_beyond_off_by_2_to_the_minus_18(
+    lowest, highest
+):
+    source = torch.Generator().manual_seed(3)
+    arguments = cases.inputs(cases.make_case("drawn", 5, NARROW), 3, "cpu")
+    down, ids_P = arguments["weights"].down, arguments["expert_ids_TK"][:, 0]
+    down.scales.copy_(torch.randint(lowest, highest + 1, down.scales.shape, generator=source))
+    arguments["weights"].down_bias_ED.zero_()
+    # Of activations: sums are near one. LIMIT: times its token's power of two, before its tile's, a sum has to fit
+    # float32; activations of 2^100 would pass it.
+    unit = 2.0 ** min(127 - highest, 90)
+    act_PI = (torch.randn(5, NARROW["I"], generator=source).clamp(1 / 64) * unit).bfloat16()
+    found = torch.full((len(act_PI), NARROW["D"]), float("nan"))
+    weights = with_exponents(arguments["weights"])
+    e4m3.EXPERTS.down(SIXTEEN, act_PI, arguments["expert_ids_TK"], weights, found)
+    down_PDI = down.to_float(torch.float64)[ids_P]
+    error = (found.double() - torch.einsum("pdi,pi->pd", down_PDI, act_PI.double())).abs()
+    sums = torch.einsum("pdi,pi->pd", down_PDI.abs(), act_PI.abs().double())
+    rounded = 6 * 2.0 ** (highest - 127 - 18) * act_PI.abs().double().sum(dim=1, keepdim=True)
+    is_exact = highest - lowest <= 14
+    assert (error <= 1e-6 * sums + (0 if is_exact else rounded)).all()
+    assert is_exact or (error > 1e-6 * sums).any(), "nothing was rounded: the test asks for nothing"
+
+
+@pytest.mark.slow
 @needs_nvcc
 def test_kernels_compile_without_spills_or_late_reads_and_products_are_not_serialised():
     compiled = inspect_cuda("moe_experts", e4m3.LIBRARY)

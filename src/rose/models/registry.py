@@ -64,6 +64,7 @@ class ModelEntry:
         Units   config is resolved; context_tokens: the longest sequence that may come
         Raises  InvarianceError where the batch-invariant mode was asked for and kernels for it are missing
         """
+        # Here, since it brings torch, which who asks for names alone may lack.
         from rose.layers.build import LayerBuild
 
         build = LayerBuild(
