@@ -24,6 +24,10 @@ def _error(capsys, *arguments: str) -> str:
         (["bench", "decode", "--batches", "1,"], "whole numbers"),
         (["bench", "decode", "--batches", "1,,2"], "whole numbers"),
         (["bench", "latency", "--only", "gemm"], "operation=implementation"),
+        (
+            ["bench", "latency", "--only", "gemm=triton", "--only", "gemm=torch"],
+            "gemm is given 2 times, as triton and as torch; give it once",
+        ),
         (["bench", "load", "--output-tokens", "1"], "x>=2"),
         (["bench", "report"], "FILES"),
         (["bench", "report", "absent.jsonl"], "absent.jsonl is not a file"),

@@ -104,6 +104,10 @@ def test_a_script_needs_no_model(launched, tmp_path):
         (["--context-tokens", "200000"], ["the model takes 131072", "change --context-tokens"]),
         (["--seed", str(2**63)], [f"seed={2**63}; allowed: a signed 64-bit", "change --seed"]),
         (["--only", "gem=x"], ["gem", "gemm", "change --only (kernels.only)"]),
+        (
+            ["--only", "gemm=triton", "--only", "gemm=torch"],
+            ["--only: gemm is given 2 times, as triton and as torch; give it once"],
+        ),
         # As a shell writes "$UNSET": the server would be open, or speak plain HTTP.
         (
             ["--api-key", "", "--api-key-file", "", "--ssl-certfile", ""],

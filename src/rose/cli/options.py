@@ -6,7 +6,7 @@ import functools
 import math
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -68,7 +68,7 @@ def given_values(root: type, arguments: dict[str, Any]) -> Values:
 
     Raises  ConfigError for empty texts: `--api-key-file "$UNSET"` would otherwise leave a server open
     """
-    values, empty = {}, []
+    values, empty, twice = {}, [], []
     for option in config_cli.options(root):
         value = arguments.get(parameter_name(option.path))
         if value is None or value == ():
@@ -76,10 +76,27 @@ def given_values(root: type, arguments: dict[str, Any]) -> Values:
         texts = value if isinstance(value, tuple) else (value,)
         if "" in texts:
             empty.append(option.flags[0])
-        values[option.path] = dict(value) if option.is_mapping else value
+        if option.is_mapping:
+            twice += [f"{option.flags[0]}: {text}" for text in _given_twice(value)]
+            value = dict(value)
+        values[option.path] = value
     if empty:
         raise ConfigError(f"{', '.join(empty)}: found an empty text; give a value or leave it out")
+    if twice:
+        raise ConfigError("\n".join(twice))
     return values
+
+
+def _given_twice(pairs: Sequence[tuple[str, str]]) -> list[str]:
+    """Say which names have more than one value; the last would win, and the others be ignored."""
+    values: dict[str, list[str]] = {}
+    for name, value in pairs:
+        values.setdefault(name, []).append(value)
+    return [
+        f"{name} is given {len(found)} times, as {' and as '.join(found)}; give it once"
+        for name, found in values.items()
+        if len(found) > 1
+    ]
 
 
 def _declarations(option: config_cli.Option) -> list[str]:
@@ -236,6 +253,8 @@ def as_dict(
     _context: click.Context, _parameter: click.Parameter, value: tuple[tuple[str, str], ...]
 ) -> dict[str, str]:
     """Collect the pairs of a repeated NameValue option; a callback of click."""
+    if twice := _given_twice(value):
+        raise click.BadParameter("; ".join(twice))
     return dict(value)
 
 
