@@ -50,6 +50,7 @@ def host(tmp_path_factory) -> ctypes.CDLL:
         HERE / "decode_host/products.cuh",
         HERE / "decode_host/wgmma.cuh",
         HERE / "decode_host/decode_e4m3_ptx.cuh",
+        HERE / "decode_host/wgmma_fp8_registers.cuh",
         *(HERE / "layers_host").iterdir(),
     ):
         (folder / path.name).write_text(path.read_text().replace("../moe_experts/", ""))

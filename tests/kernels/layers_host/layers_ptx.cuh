@@ -49,14 +49,6 @@ inline uint32_t warp_min(uint32_t v) {
 inline uint32_t shuffle_xor(uint32_t v, int d) { return exchange(v, (threadIdx.x & 31) ^ d); }
 inline float shuffle_xor(float v, int d) { return exchange(v, (threadIdx.x & 31) ^ d); }
 inline float shuffle(float v, int from) { return exchange(v, from); }
-inline uint32_t place_of_operand(uint32_t address) {
-  if (address % 1024) std::abort();
-  return address / 16;
-}
-template <int kStride>
-uint64_t operand(uint32_t place) {
-  return place * 16 | uint64_t(kStride) << 32;
-}
 struct Split {
   uint32_t nearest, rest;
 };

@@ -27,6 +27,16 @@ __device__ __forceinline__ uint64_t descriptor_swizzle128(uint32_t shared) {
   return uint64_t((shared & 0x3FFFF) >> 4) | kAtom << 16 | kAtom << 32 | uint64_t(1) << 62;
 }
 
+// Its two words, for operands that lie at many places: only the lower one, in units of 16 bytes, depends on the place.
+// kStride: bytes between atoms along M or N.
+__device__ __forceinline__ uint32_t descriptor_low(uint32_t shared) { return (shared & 0x3FFFF) >> 4 | 64 << 16; }
+template <int kStride = 1024>
+__device__ __forceinline__ uint64_t whole_descriptor(uint32_t low) {
+  uint64_t descriptor;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(low), "n"(kStride >> 4 | 1 << 30));
+  return descriptor;
+}
+
 // Move a descriptor by a multiple of 16 bytes.
 __device__ __forceinline__ uint64_t advance(uint64_t descriptor, int bytes) { return descriptor + (bytes >> 4); }
 

@@ -10,8 +10,17 @@ namespace rose {
 // d (+)= A B; accumulate 0 overwrites d.
 template <int kN>
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b, int accumulate) {
-  static_assert(kN == 32 || kN == 48 || kN == 64, "width without a wrapper");
-  if constexpr (kN == 32) {
+  static_assert(kN == 16 || kN == 32 || kN == 48 || kN == 64, "width without a wrapper");
+  if constexpr (kN == 16) {
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "setp.ne.b32 p, %13, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+        "{%8, %9, %10, %11}, %12, p, 1, 1;\n}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+  } else if constexpr (kN == 32) {
     asm volatile(
         "{\n.reg .pred p;\n"
         "setp.ne.b32 p, %21, 0;\n"

@@ -12,7 +12,7 @@
 #include "../moe_experts/decode_e4m3_ptx.cuh"
 #include "../moe_experts/permute_ptx.cuh"
 #include "layers_block.cuh"
-#include "wgmma.cuh"
+#include "wgmma_fp8_registers.cuh"
 
 namespace rose::layers {
 
@@ -177,7 +177,7 @@ struct TileProduct {
     largest = larger_halves(largest, shuffle_xor(largest, 2));
     const uint32_t ones = tables.ones;
     // In a way that shows the compiler that all lanes agree.
-    const uint32_t place = __shfl_sync(~0u, place_of_operand(tokens + warp / 4 * 1024), 0);
+    const uint32_t place = __shfl_sync(~0u, descriptor_low(tokens + warp / 4 * 1024), 0);
     float d[8] = {};
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -195,8 +195,8 @@ struct TileProduct {
       wgmma_fence();
 #pragma unroll
       for (int v = 0; v < 4; ++v) {
-        const uint64_t b = operand<2 * P::padded(kColumns)>(place + step * kStepCodes / 4 + 2 * v);
-        moe_decode::wgmma_e4m3_narrow<16, true>(d, a[v], b);
+        // Sixteen columns: eight of an atom, eight of that of the other token.
+        wgmma_e4m3<16>(d, a[v], whole_descriptor<2 * P::padded(kColumns)>(place + step * kStepCodes / 4 + 2 * v), 1);
       }
       wgmma_commit();
       wgmma_wait<1>();  // the registers of the step before are free for the codes of the next

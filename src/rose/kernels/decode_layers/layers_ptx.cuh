@@ -78,16 +78,6 @@ __device__ __forceinline__ uint32_t shuffle_xor(uint32_t v, int d) { return __sh
 __device__ __forceinline__ float shuffle_xor(float v, int d) { return __shfl_xor_sync(~0u, v, d); }
 __device__ __forceinline__ float shuffle(float v, int from) { return __shfl_sync(~0u, v, from); }
 
-// Operand B of wgmma, K-major with 128-byte swizzle (wgmma.cuh), of sixteen columns: eight of an atom at `place`, in units
-// of 16 bytes, eight of another kStride bytes behind it. Only the lower word depends on the place.
-__device__ __forceinline__ uint32_t place_of_operand(uint32_t shared) { return (shared & 0x3FFFF) >> 4 | 64 << 16; }
-template <int kStride>
-__device__ __forceinline__ uint64_t operand(uint32_t place) {
-  uint64_t descriptor;
-  asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(place), "n"(kStride >> 4 | 1 << 30));
-  return descriptor;
-}
-
 // Two numbers up to 448 as the sums of two E4M3 numbers each: the nearest, and the nearest to what is left. The first
 // number is in the lower bytes.
 struct Split {

@@ -10,9 +10,9 @@
 #pragma once
 
 #include "decode_call.cuh"
-#include "decode_chunks_ptx.cuh"
 #include "mbarrier.cuh"
 #include "ring.cuh"
+#include "tma.cuh"
 #include "wgmma.cuh"
 
 namespace rose::moe_decode {
@@ -22,19 +22,15 @@ constexpr int kChunkBytes = kTileRows * 128;
 constexpr int kChunkColumns = 256;
 // Past the last row's last block a row ends that has none: lanes read there, for codes that are zeros.
 constexpr int kScalePad = 16;
-constexpr int kFinishers = 2;           // warps that add up
+constexpr int kFinishers = 2;             // warps that add up
 constexpr uint32_t kMultiplyBarrier = 1;  // of all that multiply; 0 is __syncthreads
 constexpr uint32_t kBeginBarrier = 2;     // of these and of the warp that fills the ring
-
-// Threads of a block: kGroups warpgroups that multiply, and one that does not.
-template <int kGroups>
-constexpr int kRingThreads = kGroups * 128 + 128;
 
 // kScales: buffers of the scales of a tile; kParts: of its parts.
 template <int kN_, int kGroups_, int kStages_, int kScales_, int kParts_>
 struct Shape {
   static constexpr int kN = kN_, kGroups = kGroups_, kStages = kStages_, kScales = kScales_, kParts = kParts_;
-  static constexpr int kThreads = kRingThreads<kGroups>;
+  static constexpr int kThreads = kGroups * 128 + 128;  // warpgroups that multiply, and one that does not
   static constexpr int kPartBytes = kTileRows * kN * 4;  // of one warpgroup
   // Or a warpgroup that is ahead would ask for a round of a stage whose round before, of another one, has not come, and
   // take its parity for an answer.
@@ -69,6 +65,19 @@ struct RingLayout {
 struct Run {
   int tiles;  // of a hit
   int begin, end;
+};
+
+// A tile of a run.
+struct Tile {
+  int hit, expert, number;
+
+  __device__ static Tile of(int item, const Run& run, const int4* hits) {
+    const int hit = item / run.tiles;
+    return {hit, hits[hit].x, item - hit * run.tiles};
+  }
+  __device__ int exponent(const Call& c, const Run& run) const {
+    return __ldg(c.exponents + static_cast<size_t>(expert) * run.tiles + number);
+  }
 };
 
 // Addresses in shared memory.
@@ -109,8 +118,8 @@ struct Ring {
     Cursor<S::kStages> at;
     Cursor<S::kScales> scale;
     for (int item = run.begin; item < run.end; ++item, scale.advance()) {
-      const int number = item / run.tiles;
-      const int row = hits[number].x * c.rows + (item - number * run.tiles) * kTileRows;
+      const Tile tile = Tile::of(item, run, hits);
+      const int row = tile.expert * c.rows + tile.number * kTileRows;
       for (int chunk = 0; chunk < kChunks; ++chunk, at.advance()) {
         const uint32_t barrier = full + 8 * at.stage;
         mbarrier_wait(empty + 8 * at.stage, at.parity ^ 1);

@@ -20,6 +20,7 @@
 #include "decode_chunks.cuh"
 #include "decode_e4m3_ptx.cuh"
 #include "e2m1_tables.cuh"
+#include "wgmma_fp8_registers.cuh"
 
 namespace rose::moe_decode {
 
@@ -139,9 +140,8 @@ __device__ __forceinline__ void expand(Operand& a, uint32_t codes, const uint8_t
 template <int kN, bool kAdds>
 __device__ __forceinline__ void multiply_group(float (&sums)[kN], const Operand& a, uint32_t x) {
   wgmma_fence();
-  wgmma_e4m3_narrow<2 * kN, kAdds>(sums, a[0], whole_descriptor(x));
 #pragma unroll
-  for (int v = 1; v < 4; ++v) wgmma_e4m3_narrow<2 * kN, true>(sums, a[v], whole_descriptor(x + 2 * v));
+  for (int v = 0; v < 4; ++v) wgmma_e4m3<2 * kN>(sums, a[v], whole_descriptor(x + 2 * v), kAdds || v > 0);
   wgmma_commit();
 }
 
@@ -217,19 +217,6 @@ __device__ __forceinline__ void write_rows(const Call& c, const int4& hit, int r
     }
   }
 }
-
-// A tile of a run.
-struct Tile {
-  int hit, expert, number;
-
-  __device__ static Tile of(int item, const Run& run, const int4* hits) {
-    const int hit = item / run.tiles;
-    return {hit, hits[hit].x, item - hit * run.tiles};
-  }
-  __device__ int exponent(const Call& c, const Run& run) const {
-    return __ldg(c.exponents + static_cast<size_t>(expert) * run.tiles + number);
-  }
-};
 
 // Parts of a tile: [kParts][warpgroup][8 tokens][thread of the warpgroup], each its two rows for two tokens.
 template <class S>

@@ -3,8 +3,6 @@
 
 #include <cstdint>
 
-#include "wgmma_fp8_registers.cuh"
-
 namespace rose::moe_decode {
 
 // A thread's codes of a row, in order with waits for products.
@@ -37,24 +35,6 @@ __device__ __forceinline__ float2 from_e4m3(uint32_t pair) {
       : "=f"(v.x), "=f"(v.y)
       : "h"(static_cast<uint16_t>(pair)));
   return v;
-}
-
-// d (+)= A B of 32 columns: A (64 rows) in registers, B (kN rows) in shared memory; kAdds false overwrites d.
-template <int kN, bool kAdds>
-__device__ __forceinline__ void wgmma_e4m3_narrow(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b) {
-  static_assert(kN == 16 || kN == 32 || kN == 48, "width without a wrapper");
-  if constexpr (kN == 16) {
-    asm volatile(
-        "{\n.reg .pred p;\n"
-        "setp.ne.b32 p, %13, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7}, "
-        "{%8, %9, %10, %11}, %12, p, 1, 1;\n}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdds ? 1 : 0));
-  } else {
-    wgmma_e4m3<kN>(d, a, b, kAdds ? 1 : 0);
-  }
 }
 
 }  // namespace rose::moe_decode

@@ -1,8 +1,7 @@
-// The functions of moe_experts/decode_chunks_ptx.cuh on a CPU.
+// What decode_chunks.cuh uses of cuda_common/tma.cuh on a CPU.
 #pragma once
 
 #include "decode_ptx.cuh"
-#include "wgmma.cuh"
 
 #define __grid_constant__
 
@@ -12,10 +11,7 @@ struct CUtensorMap {
   int64_t width, rows;
 };
 
-namespace rose::moe_decode {
-
-inline uint32_t descriptor_low(uint32_t address) { return uint32_t(descriptor_swizzle128(address)) / 16; }
-inline uint64_t whole_descriptor(uint32_t low) { return low * 16 | uint64_t(1024) << 32; }
+namespace rose {
 
 inline void tma_prefetch_map(const CUtensorMap*) {}
 inline void tma_load_2d(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y) {
@@ -25,7 +21,7 @@ inline void tma_load_2d(uint32_t to, const CUtensorMap* map, uint32_t barrier, i
       uint32_t place = to + row * 128 + i;
       place ^= ((place >> 7) & 7) << 4;
       const bool is_in = x + i < map->width && y + row < map->rows;
-      shared[place] = is_in ? map->base[(y + row) * map->width + x + i] : 0;
+      moe_decode::shared[place] = is_in ? map->base[(y + row) * map->width + x + i] : 0;
     }
   }
   std::lock_guard lock(barrier_mutex);
@@ -34,4 +30,4 @@ inline void tma_load_2d(uint32_t to, const CUtensorMap* map, uint32_t barrier, i
   settle(b);
 }
 
-}  // namespace rose::moe_decode
+}  // namespace rose
